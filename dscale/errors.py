@@ -1,0 +1,5 @@
+"""The exceptions that DScale defines for itself; a bad argument is a plain ValueError."""
+
+
+class FetchError(RuntimeError):
+    """A file that DScale fetches could not be had, or is not the one it should be."""
