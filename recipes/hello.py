@@ -1,0 +1,101 @@
+"""Answers a few prompts with the embedded pair, live, and compares with plain `generate()`."""
+
+import argparse
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TextStreamer
+from transformers.utils.logging import disable_progress_bar
+
+import dscale
+import dscale.demo
+from dscale.text import read_prompts
+
+PROMPTS = Path(__file__).parents[1] / "bench" / "data" / "demo.jsonl"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One timed call: the new tokens, and the seconds from call to return, prefill included."""
+
+    ids: list[int]
+    seconds: float
+
+
+def timed(generate: Callable[..., torch.Tensor], inputs: Any, **options: Any) -> Run:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    out = generate(**inputs, do_sample=False, **options)
+    ids = out[0, inputs["input_ids"].shape[1] :].tolist()  # waits for the device
+    return Run(ids=ids, seconds=time.perf_counter() - start)
+
+
+def encode(tokenizer: Any, prompt: str, device: torch.device) -> Any:
+    turn = [{"role": "user", "content": prompt}]
+    options = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
+    return tokenizer.apply_chat_template(turn, **options).to(device)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--prompts", type=Path, default=PROMPTS, help="a prompt file (.jsonl)")
+    parser.add_argument("--drafter", help="a drafter folder or Hub id; default: the shipped one")
+    parser.add_argument("--budget", type=int, help="verified rows per request, 1 to 16")
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    return parser.parse_args()
+
+
+def main() -> int:
+    args = parse()
+    disable_progress_bar()
+    prompts = read_prompts(args.prompts)
+    model, tokenizer = dscale.demo.load(torch.float32)
+    device = model.device
+    options = {"max_new_tokens": args.max_new_tokens}
+    requests = [encode(tokenizer, row["prompt"], device) for row in prompts]
+    print(f"SmolLM2-135M-Instruct, float32, {device}, {torch.get_num_threads()} threads, greedy")
+
+    timed(model.generate, requests[0], max_new_tokens=8)  # warm-up, not counted
+    plain = [timed(model.generate, request, **options) for request in requests]
+
+    spec = dscale.attach(model, drafter=args.drafter or dscale.demo.drafter(), budget=args.budget)
+    width = "16 (full)" if args.budget is None else str(args.budget)
+    print(f"DScale: 16-token draft blocks, {width} rows verified per request and pass")
+    timed(model.generate, requests[0], max_new_tokens=8)
+    fast, passes, drafted = [], 0, 0
+    for row, request, reference in zip(prompts, requests, plain, strict=True):
+        print(f"\n--- {row['prompt']}\n")
+        streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        steps, tokens = spec.stats.steps, spec.stats.tokens
+        run = timed(model.generate, request, streamer=streamer, **options)
+        steps, tokens = spec.stats.steps - steps, spec.stats.tokens - tokens
+        fast.append(run)
+        passes, drafted = passes + steps, drafted + tokens
+        report("this answer", [reference], [run], tokens / max(steps, 1))
+    spec.detach()
+    print()
+    return 0 if report("all answers", plain, fast, drafted / max(passes, 1)) else 1
+
+
+def report(name: str, plain: list[Run], fast: list[Run], tokens_per_pass: float) -> bool:
+    """Print one line of figures; return whether every token is the same."""
+    identical = [run.ids for run in plain] == [run.ids for run in fast]
+    rates = [
+        sum(len(run.ids) for run in runs) / sum(run.seconds for run in runs)
+        for runs in (plain, fast)
+    ]
+    print(
+        f"[{name}: {tokens_per_pass:.2f} tokens per pass, {rates[1]:.1f} tokens/s against "
+        f"{rates[0]:.1f} of plain generate(), {rates[1] / rates[0]:.2f} x, "
+        f"identical: {'yes' if identical else 'no'}]"
+    )
+    return identical
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
