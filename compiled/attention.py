@@ -1,0 +1,197 @@
+"""Paged attention over packed rows: tile routes, the mask factories, and the one FlexAttention call.
+
+Rows of all requests are packed flat, `[R, ...]`. For attention they are gathered into tiles, one per lane, of
+T rows; under grouped-query attention the G query heads that share a KV head become one tile of G * T rows, head
+major (tile row q = g * T + t), so that keys and values are read once (docs/design.md, "Tiles").
+
+Shapes: N lanes, T tile height, R rows, H query heads, K KV heads, G = H / K, E head_dim, P pages, S keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from dscale.compiled.kv import PAGE, Paging
+
+VERIFY_TILE = 16
+"""Rows a request may verify in one pass: one anchor and 15 candidates (paper, section II)."""
+
+PREFILL_TILE = 128
+"""Prefill tiles are multiples of this many rows."""
+
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+# For the eager prefill on a GPU: eager FlexAttention would materialise every score. Inlined when a stage is compiled.
+compiled_flex = torch.compile(flex_attention, dynamic=True)
+
+
+class Rows(NamedTuple):
+    """The packed rows of one forward, all int64.
+
+    `position_R`: absolute position. `slot_R`: pool slot the row's key and value go to (scratch for padding).
+    `lane_R`, `tile_row_R`: the tile cell that holds the row. `row_NT`: the row in each tile cell (any valid row
+    where the cell is empty; its output is read by nobody).
+    """
+
+    position_R: Tensor
+    slot_R: Tensor
+    lane_R: Tensor
+    tile_row_R: Tensor
+    row_NT: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """A tile route, fixed at trace time.
+
+    `height` T rows per lane. `causal`: row t sees positions <= context + t; otherwise every row sees positions
+    < context + T (the draft block, which is bidirectional). `flex`: FlexAttention, else gathered pages and SDPA.
+    """
+
+    height: int
+    causal: bool = True
+    flex: bool = True
+
+    def q_block(self, group: int) -> int:
+        """Rows of one query block: the packed tile, padded to a power of two, at most 128."""
+        return min(128, 1 << (self.height * group - 1).bit_length())
+
+
+def paged_mask(logical_NP: Tensor, context_N: Tensor, tile: Tile) -> MaskMod:
+    """Mask of physical keys: visible iff the page is the lane's and its position is within the row's limit."""
+    height, causal = tile.height, tile.causal
+
+    def visible(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        logical = logical_NP[b, kv // PAGE]
+        position = logical * PAGE + kv % PAGE
+        limit = context_N[b] + (q % height if causal else height - 1)
+        return (logical >= 0) & (position <= limit)
+
+    return visible
+
+
+def block_mask(paging: Paging, tile: Tile, group: int, num_pages: int) -> BlockMask:
+    """Build the block mask from the page table, without a mask evaluation and without a host read.
+
+    Whole pages before the context's last one are full blocks, the rest partial, so that the mask function runs on
+    the tail only. The index tables span all physical pages because the CPU lowering demands it.
+    """
+    q_len, q_block = tile.height * group, tile.q_block(group)
+    num_blocks = -(-q_len // q_block)
+    full_N = paging.context_N // PAGE
+    used_N = torch.clamp(
+        (paging.context_N + tile.height + PAGE - 1) // PAGE, max=paging.page_NL.shape[1]
+    )
+    tail_NL = full_N[:, None] + torch.arange(paging.page_NL.shape[1], device=full_N.device)
+    tail_NL = torch.gather(
+        paging.page_NL, 1, torch.clamp(tail_NL, max=paging.page_NL.shape[1] - 1).long()
+    )
+
+    def spread(index_NL: Tensor) -> Tensor:
+        index_NP = F.pad(index_NL, (0, num_pages - index_NL.shape[1]))
+        return index_NP[:, None, None].expand(-1, 1, num_blocks, -1).contiguous()
+
+    def count(count_N: Tensor) -> Tensor:
+        return count_N.to(torch.int32)[:, None, None].expand(-1, 1, num_blocks).contiguous()
+
+    return BlockMask.from_kv_blocks(
+        count(used_N - full_N),
+        spread(tail_NL),
+        count(full_N),
+        spread(paging.page_NL),
+        BLOCK_SIZE=(q_block, PAGE),
+        mask_mod=paged_mask(paging.logical_NP, paging.context_N, tile),
+        seq_lengths=(q_len, num_pages * PAGE),
+        compute_q_blocks=False,
+    )
+
+
+def tile_mask(paging: Paging, tile: Tile, group: int, num_pages: int) -> BlockMask | Tensor:
+    """The mask every layer of one forward shares: a BlockMask, or the dense mask of the gathered route."""
+    if tile.flex:
+        return block_mask(paging, tile, group, num_pages)
+    return gathered_mask(paging, tile, group)
+
+
+def attend(
+    q_RHE: Tensor,
+    pool: tuple[Tensor, Tensor],
+    rows: Rows,
+    paging: Paging,
+    tile: Tile,
+    mask: BlockMask | Tensor,
+) -> Tensor:
+    """Attention of packed rows over their requests' pages. Returns `[R, H * E]` in the dtype of `q_RHE`."""
+    num_rows, num_heads, head_dim = q_RHE.shape
+    kv_heads = pool[0].shape[1]
+    group = num_heads // kv_heads
+    lanes, height = rows.row_NT.shape
+    q_NKQE = (
+        q_RHE[rows.row_NT]
+        .view(lanes, height, kv_heads, group, head_dim)
+        .permute(0, 2, 3, 1, 4)
+        .reshape(lanes, kv_heads, group * height, head_dim)
+    )
+    if isinstance(mask, Tensor):
+        out = gathered_attention(q_NKQE, pool, paging, mask)
+    else:
+        key, value = (x.transpose(0, 1)[None] for x in pool)
+        flex = flex_attention if q_RHE.device.type == "cpu" else compiled_flex
+        out = flex(q_NKQE, key, value, block_mask=mask, kernel_options=kernel_options(tile, group))
+    out = out.view(lanes, kv_heads, group, height, head_dim).permute(0, 3, 1, 2, 4)
+    return out[rows.lane_R, rows.tile_row_R].reshape(num_rows, num_heads * head_dim)
+
+
+def kernel_options(tile: Tile, group: int) -> dict[str, int | bool]:
+    """Options of FlexAttention's main kernel.
+
+    Its decoding kernel, which AUTO would pick for short queries, took 3.8 ms where this one took 0.83 ms
+    (4 layers of 8B shape, 8 requests, H200); 4 warps, 3 stages and 64 keys a step were the best of those tried.
+    """
+    return {
+        "FORCE_USE_FLEX_ATTENTION": True,
+        "BLOCK_M": max(16, tile.q_block(group)),
+        "BLOCK_N": 64,
+        "num_warps": 4,
+        "num_stages": 3,
+    }
+
+
+def gathered_mask(paging: Paging, tile: Tile, group: int) -> Tensor:
+    """Dense visibility `[N, 1, G * T, S]` over the pages in use, for the gathered route."""
+    used = int((paging.context_N.max() + tile.height + PAGE - 1) // PAGE)
+    used = min(used, paging.page_NL.shape[1])
+    device = paging.context_N.device
+    rows_T = (
+        torch.arange(tile.height, device=device)
+        if tile.causal
+        else torch.full((tile.height,), tile.height - 1)
+    )
+    limit_NT = paging.context_N[:, None] + rows_T.to(device)
+    key_S = torch.arange(used * PAGE, device=device)
+    return (key_S <= limit_NT[..., None]).repeat(1, group, 1)[:, None]
+
+
+def gathered_attention(
+    q_NKQE: Tensor, pool: tuple[Tensor, Tensor], paging: Paging, mask: Tensor
+) -> Tensor:
+    """Copy each lane's pages together and call SDPA: the CPU route, and the reference of the FlexAttention one.
+
+    Eager FlexAttention would score the whole pool for every lane.
+    """
+    used = mask.shape[-1] // PAGE
+    page_X = paging.page_NL[:, :used].reshape(-1)
+    lanes = q_NKQE.shape[0]
+
+    def gather(pool_SKE: Tensor) -> Tensor:
+        pages = pool_SKE.view(-1, PAGE, *pool_SKE.shape[1:]).index_select(0, page_X)
+        return pages.view(lanes, used * PAGE, *pool_SKE.shape[1:]).transpose(1, 2)
+
+    return F.scaled_dot_product_attention(q_NKQE, gather(pool[0]), gather(pool[1]), attn_mask=mask)

@@ -1,0 +1,61 @@
+"""The prefill stage: the target over a chunk of every prompt with the wide tile, taps into the draft cache."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from dscale.compiled.attention import Rows, Tile
+from dscale.compiled.drafter import Drafter
+from dscale.compiled.flow import Requests, Step, commit
+from dscale.compiled.kv import KVPool
+from dscale.compiled.sampling import Chooser, choose
+from dscale.compiled.target import Target
+
+
+class Chunk(NamedTuple):
+    """A chunk of prompt rows, packed flat over the lanes, int64.
+
+    `token_R`; `rows`; `last_N`: each lane's last row of the chunk; `start_N`: positions before the chunk;
+    `ends_N` bool: whether the lane's prompt ends in this chunk.
+    """
+
+    token_R: Tensor
+    rows: Rows
+    last_N: Tensor
+    start_N: Tensor
+    ends_N: Tensor
+
+
+class Prefill(nn.Module):
+    """Run a chunk; lanes whose prompt ends in it commit their first token, the first anchor."""
+
+    def __init__(
+        self,
+        target: Target,
+        pool: KVPool,
+        drafter: Drafter | None,
+        draft_pool: KVPool | None,
+        chooser: Chooser,
+        flex: bool,
+    ) -> None:
+        super().__init__()
+        self.target, self.pool = target, pool
+        self.drafter, self.draft_pool = drafter, draft_pool
+        self.chooser, self.flex = chooser, flex
+
+    def forward(self, requests: Requests, step: Step, chunk: Chunk) -> None:
+        paging = requests.paging(step.slot_N)._replace(context_N=chunk.start_N.int())
+        tile = Tile(height=chunk.rows.row_NT.shape[1], flex=self.flex)
+        hidden, taps = self.target(chunk.token_R, chunk.rows, paging, self.pool, tile)
+        if self.drafter is not None and self.draft_pool is not None and taps is not None:
+            self.drafter.write_context(
+                taps, chunk.rows.position_R, chunk.rows.slot_R, self.draft_pool
+            )
+        end_N = chunk.rows.position_R[chunk.last_N] + 1
+        requests.context_S.index_put_((step.slot_N,), end_N.int())
+        requests.live_S.index_put_((step.slot_N,), chunk.ends_N)
+        logits = self.target.logits(hidden[chunk.last_N])
+        choice_N = choose(logits, end_N, requests.sampling(step.slot_N), self.chooser)
+        commit(requests, step, choice_N[:, None], chunk.last_N * 0, advance=False)

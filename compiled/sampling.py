@@ -1,0 +1,80 @@
+"""Choosing a token from logits: argmax, or Gumbel-max after temperature, top-k, top-p and min-p.
+
+Shapes: R rows, V vocabulary, C candidates kept per row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dscale.kernels.reference import position_gumbel
+
+
+class Sampling(NamedTuple):
+    """Sampling settings per row, `[R]` each.
+
+    `temperature` float32 (0 means greedy), `top_k` int64 (0 means off), `top_p` float32 (1 means off), `min_p`
+    float32 (0 means off), `seed` int64.
+    """
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    seed: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Chooser:
+    """How a stage chooses tokens, fixed at trace time.
+
+    `sample` False: argmax for every row, the settings are not read. `max_candidates`: the sorted candidates kept
+    per row, at least the largest top_k of any row; 0 for the whole vocabulary unsorted, right only when no row
+    has top-k, top-p or min-p.
+    """
+
+    sample: bool = False
+    max_candidates: int = 0
+
+
+def choose(logit_RV: Tensor, position_R: Tensor, sampling: Sampling, chooser: Chooser) -> Tensor:
+    """Choose the token at absolute position `position_R` from the logits that predict it. Returns `[R]` int64.
+
+    Filters apply in transformers' order (temperature, top-k, top-p, min-p); ties at the k-th value are cut by sort
+    order. Rows with temperature 0 are greedy.
+    """
+    if not chooser.sample:
+        return logit_RV.argmax(-1)
+    vocab = logit_RV.shape[-1]
+    scaled = (
+        logit_RV.float()
+        / torch.where(sampling.temperature > 0, sampling.temperature, 1.0)[:, None]
+    )
+    if chooser.max_candidates:
+        value_RC, token_RC = torch.topk(scaled, min(chooser.max_candidates, vocab), dim=-1)
+        value_RC = torch.where(kept_candidates(value_RC, sampling), value_RC, -torch.inf)
+    else:
+        value_RC, token_RC = scaled, torch.arange(vocab, device=scaled.device).expand_as(scaled)
+    noise = position_gumbel(sampling.seed[:, None], position_R[:, None], token_RC)
+    noise = torch.where(sampling.temperature[:, None] > 0, noise, 0.0)
+    best = (value_RC + noise).argmax(-1, keepdim=True)
+    return torch.gather(token_RC, 1, best)[:, 0]
+
+
+def kept_candidates(value_RC: Tensor, sampling: Sampling) -> Tensor:
+    """Which of the descending candidates survive top-k, top-p and min-p. Returns a bool mask `[R, C]`.
+
+    The first candidate always survives. Each filter renormalises over what the one before it kept.
+    """
+    rank = torch.arange(value_RC.shape[1], device=value_RC.device)
+    top_k = torch.where(sampling.top_k > 0, sampling.top_k, value_RC.shape[1])
+    keep = rank < top_k[:, None]
+    probability = torch.softmax(torch.where(keep, value_RC, -torch.inf), -1)
+    before = probability.cumsum(-1) - probability
+    keep &= (before < sampling.top_p[:, None]) | (sampling.top_p[:, None] >= 1)
+    keep &= probability >= sampling.min_p[:, None] * probability[:, :1]
+    return keep | (rank == 0)

@@ -1,0 +1,128 @@
+"""The target decoder: one config-driven forward for Qwen3, Llama and Qwen2 over packed rows and paged KV.
+
+It owns no weights of its own: `dscale.load` hands it tensors that the loaded transformers model keeps using.
+Shapes: R rows, D hidden, H query heads, K KV heads, E head_dim, V vocabulary, F = taps * D.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
+
+from dscale.compiled.attention import Rows, Tile, attend, tile_mask
+from dscale.compiled.kv import KVPool, Paging, write
+from dscale.compiled.layers import frozen, rms_norm, rotary_table, rotate, swiglu
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetConfig:
+    """Shape of a target decoder. `rope_scaling` multiplies cos and sin (1.0 for plain rotary embedding)."""
+
+    family: str
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    rms_eps: float
+    rope_scaling: float
+    max_positions: int
+
+
+class LayerWeights(nn.Module):
+    """Weights of one decoder layer; query, key and value are fused, so are gate and up."""
+
+    def __init__(self, tensors: dict[str, Tensor | None]) -> None:
+        super().__init__()
+        for name in (
+            "input_norm", "qkv", "qkv_bias", "q_norm", "k_norm", "o", "o_bias",
+            "post_norm", "gate_up", "gate_up_bias", "down", "down_bias",
+        ):  # fmt: skip
+            self.register_parameter(name, frozen(tensors.get(name)))
+
+
+class Target(nn.Module):
+    """A decoder over packed rows. Call `forward` for hidden states and taps, `logits` for the LM head."""
+
+    inv_freq: Tensor
+
+    def __init__(
+        self,
+        config: TargetConfig,
+        embedding: Tensor,
+        layers: list[dict[str, Tensor | None]],
+        norm: Tensor,
+        head: Tensor,
+        inv_freq: Tensor,
+        taps: tuple[int, ...] = (),
+    ) -> None:
+        super().__init__()
+        self.config, self.taps = config, taps
+        self.embedding, self.norm, self.head = frozen(embedding), frozen(norm), frozen(head)
+        self.layers = nn.ModuleList(LayerWeights(tensors) for tensors in layers)
+        self.register_buffer("inv_freq", inv_freq.float(), persistent=False)
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.config.num_heads // self.config.num_kv_heads
+
+    def embed(self, token: Tensor) -> Tensor:
+        """Embedding rows of token ids of any shape."""
+        return F.embedding(token, self.embedding)  # type: ignore[arg-type]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """LM head: `[..., D]` to `[..., V]` in the model's dtype."""
+        return F.linear(hidden, self.head)  # type: ignore[arg-type]
+
+    def forward(
+        self, token_R: Tensor, rows: Rows, paging: Paging, pool: KVPool, tile: Tile
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run the decoder over packed rows, writing their keys and values to the pool.
+
+        Returns the normed hidden states `[R, D]` and the taps `[R, F]`: the residual stream after each layer of
+        `self.taps`, in that order (DFlash checkpoint convention: `hidden_states[id + 1]`), or None without taps.
+        """
+        x = self.embed(token_R)
+        cos, sin = rotary_table(rows.position_R, self.inv_freq, self.config.rope_scaling, x.dtype)
+        mask = tile_mask(paging, tile, self.group, pool.num_pages)
+        tapped: dict[int, Tensor] = {}
+        for index, layer in enumerate(self.layers):
+            x = self.layer(layer, x, cos, sin, rows, paging, pool.layer(index), tile, mask)  # type: ignore[arg-type]
+            if index in self.taps:
+                tapped[index] = x
+        taps = torch.cat([tapped[i] for i in self.taps], -1) if self.taps else None
+        return rms_norm(x, self.norm, self.config.rms_eps), taps  # type: ignore[arg-type]
+
+    def layer(
+        self,
+        w: LayerWeights,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        rows: Rows,
+        paging: Paging,
+        pool: tuple[Tensor, Tensor],
+        tile: Tile,
+        mask: BlockMask | Tensor,
+    ) -> Tensor:
+        """One pre-norm decoder layer over packed rows `[R, D]`."""
+        c = self.config
+        num_rows = x.shape[0]
+        qkv = F.linear(rms_norm(x, w.input_norm, c.rms_eps), w.qkv, w.qkv_bias)
+        q, k, v = qkv.view(num_rows, -1, c.head_dim).split(
+            (c.num_heads, c.num_kv_heads, c.num_kv_heads), 1
+        )
+        if w.q_norm is not None:
+            q, k = rms_norm(q, w.q_norm, c.rms_eps), rms_norm(k, w.k_norm, c.rms_eps)
+        write(pool, rows.slot_R, rotate(k, cos, sin), v)
+        out = attend(rotate(q, cos, sin), pool, rows, paging, tile, mask)
+        x = x + F.linear(out, w.o, w.o_bias)
+        normed = rms_norm(x, w.post_norm, c.rms_eps)
+        return x + swiglu(normed, w.gate_up, w.gate_up_bias, w.down, w.down_bias)

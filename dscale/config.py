@@ -1,0 +1,57 @@
+"""Engine settings: resolved once, checked once, then nobody writes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from dscale.compiled.attention import PREFILL_TILE, VERIFY_TILE
+
+Mode = Literal["ar", "dflash"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Settings of one engine.
+
+    `mode`: "ar" decodes one token per pass without a drafter, "dflash" drafts and verifies. `budget`: rows each
+    request verifies per pass, 1 to 16, anchor included; None is full width. `prefill_chunk`: prompt tokens per
+    request and prefill pass, a multiple of 128. `pool_tokens`: capacity of the paged cache in tokens; None grows
+    it to what a call needs. `capture`: compile the step and capture it in CUDA graphs; None does so on a GPU.
+
+    Raises ValueError naming the setting that is out of range.
+    """
+
+    mode: Mode = "dflash"
+    budget: int | None = None
+    prefill_chunk: int = 512
+    pool_tokens: int | None = None
+    capture: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.mode not in get_args(Mode):
+            raise ValueError(f"mode: expected one of {get_args(Mode)}, got {self.mode!r}")
+        if self.budget is not None and (
+            not _is_int(self.budget) or not 1 <= self.budget <= VERIFY_TILE
+        ):
+            raise ValueError(
+                f"budget: expected None or rows per request in 1..{VERIFY_TILE}, got {self.budget!r}"
+            )
+        if (
+            not _is_int(self.prefill_chunk)
+            or self.prefill_chunk < 1
+            or self.prefill_chunk % PREFILL_TILE
+        ):
+            raise ValueError(
+                f"prefill_chunk: expected a positive multiple of {PREFILL_TILE}, got {self.prefill_chunk!r}"
+            )
+        if self.pool_tokens is not None and (
+            not _is_int(self.pool_tokens) or self.pool_tokens < 1
+        ):
+            raise ValueError(
+                f"pool_tokens: expected None or a positive number of tokens, got {self.pool_tokens!r}"
+            )
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -1,0 +1,234 @@
+"""The engine: prefill, then decide and verify until every request is done."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from dscale.compiled.attention import VERIFY_TILE
+from dscale.compiled.capture import begin_step, capture
+from dscale.compiled.decide import Decide
+from dscale.compiled.drafter import Drafter
+from dscale.compiled.kv import PAGE
+from dscale.compiled.prefill import Prefill
+from dscale.compiled.sampling import Chooser
+from dscale.compiled.target import Target
+from dscale.compiled.verify import Verify
+from dscale.config import EngineConfig
+from dscale.pages import PageAllocator
+from dscale.prefill import chunks
+from dscale.request import Request
+from dscale.stats import Stats
+from dscale.workspace import STOP_IDS, Workspace, bucket_of
+
+OnTokens = Callable[[int, list[int]], None]
+
+
+@dataclass(slots=True)
+class Stages:
+    """The stages of one step for one way of choosing tokens."""
+
+    prefill: Callable[..., Any]
+    decide: Callable[..., Any] | None
+    verify: Callable[..., Any]
+
+
+@dataclass(slots=True)
+class Engine:
+    """Decodes batches of requests with a target and, in mode "dflash", a drafter.
+
+    Owns the workspace (paged caches, request state, step buffers) and grows it when a call needs more, unless
+    `config.pool_tokens` fixes its size.
+    """
+
+    target: Target
+    drafter: Drafter | None
+    config: EngineConfig
+    stats: Stats = field(default_factory=Stats)
+    _workspace: Workspace | None = None
+    _stages: dict[Chooser, Stages] = field(default_factory=dict)
+
+    @property
+    def rows(self) -> int:
+        """Rows each request verifies per pass."""
+        if self.config.mode == "ar" or self.drafter is None:
+            return 1
+        return min(self.config.budget or VERIFY_TILE, self.drafter.config.block_size)
+
+    @property
+    def flex(self) -> bool:
+        """Whether attention goes through FlexAttention (GPU) or gathered pages and SDPA (CPU)."""
+        return self.target.inv_freq.device.type != "cpu"
+
+    @torch.no_grad()
+    def generate(self, requests: list[Request], on_tokens: OnTokens | None = None) -> None:
+        """Decode requests to their end; `request.tokens` and `request.progress` hold the result.
+
+        `on_tokens(index, tokens)` sees each request's newly committed tokens once, in order; what it raises ends
+        the call and leaves the engine ready for the next one. Raises ValueError before any compute for a request
+        that cannot run, naming its field.
+        """
+        for request in requests:
+            request.check(self.target.config.vocab_size)
+        workspace = self._room_for(requests)
+        stages = self._stages_for(chooser_of(requests))
+        self._place(requests, workspace)
+        self.stats.calls += 1
+        self.stats.requests += len(requests)
+        self.stats.last_progress = [r.progress for r in requests]
+        emit = on_tokens or (lambda index, tokens: None)
+        began = time.perf_counter()
+        live = self._prefill(requests, workspace, stages, emit)
+        self.stats.prefill_seconds += time.perf_counter() - began
+        began = time.perf_counter()
+        while live:
+            live = self._step(requests, live, workspace, stages, emit)
+        self.stats.decode_seconds += time.perf_counter() - began
+
+    def _step(
+        self,
+        requests: list[Request],
+        live: list[int],
+        workspace: Workspace,
+        stages: Stages,
+        emit: OnTokens,
+    ) -> list[int]:
+        """One decode step of the live requests; returns those that go on."""
+        step = workspace.step(bucket_of(len(live)) if self.flex else len(live))
+        lanes = live + [workspace.max_requests] * (step.slot_N.shape[0] - len(live))
+        step.slot_N.copy_(torch.tensor(lanes))
+        begin_step()
+        if stages.decide is not None:
+            stages.decide(workspace.requests, step)
+        stages.verify(workspace.requests, step)
+        self.stats.steps += 1
+        token_NW, count_N, live_N = (
+            t.tolist() for t in (step.token_NW, step.count_N, step.live_N)
+        )
+        for index, tokens, count in zip(live, token_NW, count_N, strict=False):
+            requests[index].tokens += tokens[:count]
+            requests[index].progress.append(count)
+            self.stats.add_pass(count, self.rows)
+            emit(index, tokens[:count])
+        return [index for index, alive in zip(live, live_N, strict=False) if alive]
+
+    def _prefill(
+        self, requests: list[Request], workspace: Workspace, stages: Stages, emit: OnTokens
+    ) -> list[int]:
+        """Prefill every prompt in chunks and commit first tokens; returns the requests that go on."""
+        live = []
+        for chosen, chunk in chunks(
+            requests, self.config.prefill_chunk, workspace.device, self.flex
+        ):
+            step = workspace.step(len(chosen))
+            step.slot_N.copy_(torch.tensor(chosen))
+            stages.prefill(workspace.requests, step, chunk)
+            self.stats.prompt_tokens += chunk.token_R.shape[0]
+            ends_N, token_NW, live_N = (
+                t.tolist() for t in (chunk.ends_N, step.token_NW, step.live_N)
+            )
+            for index, ends, tokens, alive in zip(chosen, ends_N, token_NW, live_N, strict=True):
+                if not ends:
+                    continue
+                requests[index].tokens.append(tokens[0])
+                emit(index, tokens[:1])
+                if alive:
+                    live.append(index)
+        return sorted(live)
+
+    def _place(self, requests: list[Request], workspace: Workspace) -> None:
+        """Hand out pages and write the requests' state to the device."""
+        allocator = PageAllocator(workspace.num_pages)
+        host = workspace.host_requests()
+        for slot, request in enumerate(requests):
+            request.pages = allocator.take(request.num_pages)
+            host.remaining_S[slot] = request.max_new_tokens
+            host.seed_S[slot] = request.seed
+            host.temperature_S[slot] = request.temperature
+            host.top_k_S[slot] = request.top_k
+            host.top_p_S[slot] = request.top_p
+            host.min_p_S[slot] = request.min_p
+            host.stop_SZ[slot, : len(request.stop_ids)] = torch.tensor(
+                request.stop_ids, dtype=torch.int64
+            )
+            pages = torch.tensor(request.pages)
+            host.page_SL[slot, : len(pages)] = pages.int()
+            host.logical_SP[slot].fill_(-1)
+            host.logical_SP[slot, pages] = torch.arange(len(pages), dtype=torch.int32)
+        workspace.upload(host)
+
+    def _room_for(self, requests: list[Request]) -> Workspace:
+        """The workspace, made larger when this call needs it; a fixed pool that is too small is an error."""
+        num_pages = 1 + sum(r.num_pages for r in requests)
+        capacity = self.config.pool_tokens
+        if capacity is not None:
+            limit = 1 + -(-capacity // PAGE)
+            if num_pages > limit:
+                raise ValueError(
+                    f"pool_tokens: expected at least {(num_pages - 1) * PAGE} (prompt + max_new_tokens + "
+                    f"{2 * VERIFY_TILE} of each of {len(requests)} requests, in pages of {PAGE}), got {capacity}"
+                )
+            num_pages = limit
+        need = {
+            "max_requests": len(requests),
+            "num_pages": num_pages,
+            "pages_per_request": max(r.num_pages for r in requests),
+            "stop_ids": max(STOP_IDS, *(len(r.stop_ids) for r in requests)),
+        }
+        if self._workspace is None or not self._workspace.fits(**need):
+            old = self._workspace
+            if old is not None:
+                need = {name: max(value, getattr(old, name)) for name, value in need.items()}
+            self._workspace = None
+            self._stages.clear()
+            self._workspace = Workspace(self.target, self.drafter, **need)
+        return self._workspace
+
+    def _stages_for(self, chooser: Chooser) -> Stages:
+        """Build (and on a GPU compile) the stages for one way of choosing tokens, once."""
+        if chooser not in self._stages:
+            assert self._workspace is not None
+            pool, draft_pool = self._workspace.pool, self._workspace.draft_pool
+            shared = (self.target, pool, self.drafter, draft_pool)
+            verify = Verify(*shared, self.rows, chooser, self.flex)
+            decide = None
+            if self.drafter is not None and draft_pool is not None and self.rows > 1:
+                decide = Decide(self.target, self.drafter, draft_pool, self.rows, self.flex)
+            wrap = (
+                capture
+                if (self.flex if self.config.capture is None else self.config.capture)
+                else _as_is
+            )
+            self._stages[chooser] = Stages(
+                prefill=Prefill(*shared, chooser, self.flex),
+                decide=wrap(decide) if decide is not None else None,
+                verify=wrap(verify),
+            )
+        return self._stages[chooser]
+
+    def release(self) -> None:
+        """Give the caches and the compiled stages back; the next call makes them anew."""
+        self._workspace = None
+        self._stages.clear()
+
+
+def _as_is(stage: Callable[..., Any]) -> Callable[..., Any]:
+    return stage
+
+
+def chooser_of(requests: list[Request]) -> Chooser:
+    """The narrowest way of choosing tokens that serves all the requests."""
+    sampled = [r for r in requests if r.temperature > 0]
+    if not sampled:
+        return Chooser()
+    if all(r.top_k == 0 and r.top_p >= 1 and r.min_p <= 0 for r in sampled):
+        return Chooser(sample=True)
+    if all(r.top_k > 0 for r in sampled):
+        # Powers of two, so that similar settings share a compiled stage.
+        largest = max(r.top_k for r in sampled)
+        return Chooser(sample=True, max_candidates=max(64, 1 << (largest - 1).bit_length()))
+    return Chooser(sample=True, max_candidates=1 << 62)

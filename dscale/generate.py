@@ -1,0 +1,245 @@
+"""The drop-in: `attach` replaces a model's `generate` by one that says the same, faster."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers.generation import GenerateDecoderOnlyOutput
+
+from dscale.compiled.drafter import Drafter
+from dscale.config import EngineConfig, Mode
+from dscale.drafter_files import load_drafter
+from dscale.engine import Engine
+from dscale.load import build_target, target_config, unfuse
+from dscale.request import Request
+from dscale.sampling import refuse_unsupported, request_settings, row_seeds
+from dscale.stats import Stats
+
+INPUTS = frozenset({"input_ids", "attention_mask"})
+
+
+class Attachment:
+    """A model whose `generate` runs on DScale. Made by `attach`; `detach` puts everything back."""
+
+    def __init__(
+        self, model: PreTrainedModel, drafter: Drafter | None, config: EngineConfig
+    ) -> None:
+        taps = drafter.config.taps if drafter is not None else ()
+        self.model: Any = model
+        self.engine = Engine(build_target(model, taps), drafter, config)
+        self._storage = _storage(model)
+        self._replaced = model.__dict__.get("generate")
+        model.__dict__["generate"] = self.generate
+        model.__dict__["_dscale"] = self
+
+    @property
+    def stats(self) -> Stats:
+        """Counters since `attach`; see Stats."""
+        return self.engine.stats
+
+    def detach(self) -> None:
+        """Give `model.generate` and each parameter's own storage back, and free the caches. Calling twice is fine."""
+        if self.model.__dict__.get("_dscale") is not self:
+            return
+        del self.model.__dict__["_dscale"], self.model.__dict__["generate"]
+        if self._replaced is not None:
+            self.model.__dict__["generate"] = self._replaced
+        self.engine.release()
+        unfuse(self.model)
+
+    def __enter__(self) -> Attachment:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.detach()
+
+    def generate(
+        self,
+        inputs: Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
+        *,
+        streamer: Any = None,
+        seed: int | list[int] | None = None,
+        **kwargs: Any,
+    ) -> Tensor | GenerateDecoderOnlyOutput:
+        """`GenerationMixin.generate` on DScale: the same arguments, the same result.
+
+        `inputs` or `input_ids`: int64 [batch, length], left-padded with `attention_mask` [batch, length]. The
+        config is merged as transformers merges it; `dscale.sampling.SUPPORTED` lists the fields that work and every
+        other argument raises ValueError naming it, before any compute. `seed`: sampling seed per row (see
+        `row_seeds`); a row's sample depends on its seed and its prompt only. `streamer`: batch 1; committed tokens
+        are put one by one, and `end` is called once, also after an error.
+
+        Returns int64 [batch * num_return_sequences, length + new] with the prompt included and `pad_token_id` after
+        a stop id, or a GenerateDecoderOnlyOutput when `return_dict_in_generate`.
+        """
+        try:
+            _refuse_arguments(kwargs)
+            if streamer is not None:
+                kwargs["streamer"] = streamer
+            _check_storage(self.model, self._storage)
+            loop = _Loop(self.engine, streamer, seed)
+            return GenerationMixin.generate(
+                self.model, inputs, generation_config, custom_generate=loop, **kwargs
+            )  # type: ignore[no-any-return]
+        finally:
+            if streamer is not None:
+                streamer.end()
+
+
+class _Loop:
+    """The decoding loop transformers calls with everything prepared: ids, mask, merged config."""
+
+    def __init__(self, engine: Engine, streamer: Any, seed: int | list[int] | None) -> None:
+        self.engine, self.streamer, self.seed = engine, streamer, seed
+
+    def __call__(
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        logits_processor: Any = None,
+        stopping_criteria: Any = None,
+        generation_config: Any = None,
+        **model_kwargs: Any,
+    ) -> Tensor | GenerateDecoderOnlyOutput:
+        refuse_unsupported(generation_config)
+        if self.streamer is not None and input_ids.shape[0] > 1:
+            raise ValueError(f"streamer: expected one row, got a batch of {input_ids.shape[0]}")
+        requests = self.requests(input_ids, model_kwargs.get("attention_mask"), generation_config)
+        self.engine.generate(requests, self.put if self.streamer is not None else None)
+        sequences = assemble(input_ids, requests, generation_config._pad_token_tensor)
+        if generation_config.return_dict_in_generate:
+            return GenerateDecoderOnlyOutput(sequences=sequences)  # type: ignore[arg-type]
+        return sequences
+
+    def requests(
+        self, input_ids: Tensor, mask: Tensor | None, generation_config: Any
+    ) -> list[Request]:
+        """One request per row, its padding dropped."""
+        settings = request_settings(generation_config)
+        sampled = settings.get("temperature", 0.0) > 0
+        if self.seed is not None and not sampled:
+            raise ValueError(f"seed: has no effect without do_sample=True, got {self.seed!r}")
+        num_rows, length = input_ids.shape
+        seeds = row_seeds(self.seed, num_rows) if sampled else [0] * num_rows
+        if mask is not None and not bool(mask[:, -1].all()):
+            raise ValueError(
+                "attention_mask: expected left padding, got a row that ends in padding"
+            )
+        kept = (
+            [row[m] for row, m in zip(input_ids, mask.bool(), strict=True)]
+            if mask is not None
+            else input_ids
+        )
+        return [
+            Request(
+                prompt=ids.tolist(),
+                max_new_tokens=generation_config.max_length - length,
+                seed=seed,
+                **settings,
+            )
+            for ids, seed in zip(kept, seeds, strict=True)
+        ]
+
+    def put(self, index: int, tokens: list[int]) -> None:
+        """Stream committed tokens, one per call as transformers' own loop does."""
+        for token in tokens:
+            self.streamer.put(torch.tensor([token]))
+
+
+def assemble(input_ids: Tensor, requests: list[Request], pad: Tensor | None) -> Tensor:
+    """Prompts as given, new tokens to their right, pads after the shorter rows."""
+    longest = max(len(r.tokens) for r in requests)
+    if any(len(r.tokens) < longest for r in requests) and pad is None:
+        raise ValueError(
+            "pad_token_id: expected an id when rows stop at different lengths, got None"
+        )
+    fill = int(pad) if pad is not None else 0
+    new = torch.tensor([r.tokens + [fill] * (longest - len(r.tokens)) for r in requests])
+    return torch.cat((input_ids, new.to(input_ids.device)), 1)
+
+
+def _refuse_arguments(kwargs: dict[str, Any]) -> None:
+    known = set(vars(GenerationConfig())) | INPUTS
+    for name, value in kwargs.items():
+        if name not in known and value is not None:
+            raise ValueError(
+                f"{name}: not supported by dscale yet, expected None, got {type(value).__name__}"
+            )
+    for name in [name for name in kwargs if name not in known]:
+        del kwargs[name]
+
+
+def _storage(model: Any) -> tuple[int, int]:
+    layer = model.model.layers[0]
+    return model.get_input_embeddings().weight.data_ptr(), layer.self_attn.q_proj.weight.data_ptr()
+
+
+def _check_storage(model: Any, expected: tuple[int, int]) -> None:
+    if _storage(model) != expected:
+        raise ValueError(
+            "model: its weights were moved or replaced after attach; detach and attach again"
+        )
+
+
+def attach(
+    model: PreTrainedModel,
+    drafter: str | Path | Drafter | None = None,
+    *,
+    mode: Mode | None = None,
+    budget: int | None = None,
+    prefill_chunk: int = 512,
+    pool_tokens: int | None = None,
+    capture: bool | None = None,
+) -> Attachment:
+    """Replace `model.generate` by DScale's, sharing the model's weights (no second copy).
+
+    `drafter`: a DFlash checkpoint in z-lab's format (folder or Hub id), or a loaded Drafter. `mode`: "dflash", the
+    default with a drafter, or "ar" without one. The other settings are EngineConfig's. Raises ValueError for a
+    model, a drafter or a setting that does not fit, naming it; the model is then as it was.
+    """
+    if model.__dict__.get("_dscale") is not None:
+        raise ValueError("model: already attached; call detach() on what attach returned first")
+    mode = mode or ("ar" if drafter is None else "dflash")
+    config = EngineConfig(
+        mode=mode,
+        budget=budget,
+        prefill_chunk=prefill_chunk,
+        pool_tokens=pool_tokens,
+        capture=capture,
+    )
+    if mode == "ar" and (drafter is not None or budget is not None):
+        name, value = ("drafter", drafter) if drafter is not None else ("budget", budget)
+        raise ValueError(f"{name}: expected None in mode 'ar', got {value!r}")
+    if mode == "dflash" and drafter is None:
+        raise ValueError(
+            "drafter: expected a checkpoint folder, a Hub id or a Drafter in mode 'dflash', got None"
+        )
+    shape = target_config(model)
+    if drafter is not None and not isinstance(drafter, Drafter):
+        drafter = load_drafter(drafter, shape, dtype=model.dtype, device=model.device)
+    return Attachment(model, drafter, config)
+
+
+def generate(
+    model: PreTrainedModel,
+    inputs: Tensor | None = None,
+    *,
+    drafter: str | Path | Drafter | None = None,
+    **kwargs: Any,
+) -> Tensor | GenerateDecoderOnlyOutput:
+    """One `generate` call on DScale: through the model's attachment, or through one made for this call.
+
+    Arguments are `Attachment.generate`'s. `drafter` may be given only when the model is not attached.
+    """
+    attached: Attachment | None = model.__dict__.get("_dscale")
+    if attached is not None:
+        if drafter is not None:
+            raise ValueError("drafter: the model is attached already; expected None")
+        return attached.generate(inputs, **kwargs)
+    with attach(model, drafter) as spec:
+        return spec.generate(inputs, **kwargs)

@@ -1,0 +1,126 @@
+"""Fixed-address device buffers: the request state, the pools, and one set of step buffers per lane bucket."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dscale.compiled.attention import VERIFY_TILE
+from dscale.compiled.drafter import Drafter
+from dscale.compiled.flow import Requests, Step
+from dscale.compiled.kv import KVPool
+from dscale.compiled.target import Target
+
+STOP_IDS = 8
+"""Stop ids per request the state has room for at first; more make a larger state."""
+
+BUCKETS = (1, 2, 4, 8, 12, 16, 20, 24, 28, 32)
+
+
+def bucket_of(lanes: int) -> int:
+    """Smallest lane bucket that holds `lanes`: the paper's up to 32, then multiples of 32."""
+    return next((b for b in BUCKETS if b >= lanes), -(-lanes // 32) * 32)
+
+
+def fixed(tensor: Tensor) -> Tensor:
+    """Tell the compiler that a tensor keeps its address, so that graphs read and write it in place."""
+    torch._dynamo.mark_static_address(tensor)
+    return tensor
+
+
+class Workspace:
+    """Everything a step touches besides weights, for up to `max_requests` requests and `num_pages` pages.
+
+    Slot `max_requests` is the idle slot: never live, all its pages are the scratch page.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | None,
+        *,
+        max_requests: int,
+        num_pages: int,
+        pages_per_request: int,
+        stop_ids: int = STOP_IDS,
+    ) -> None:
+        device, dtype = target.norm.device, target.norm.dtype  # type: ignore[union-attr]
+        self.device, self.max_requests = device, max_requests
+        self.num_pages, self.pages_per_request, self.stop_ids = (
+            num_pages,
+            pages_per_request,
+            stop_ids,
+        )
+        c = target.config
+        self.pool = KVPool(c.num_layers, num_pages, c.num_kv_heads, c.head_dim, dtype, device)
+        self.draft_pool = None
+        if drafter is not None:
+            d = drafter.config
+            self.draft_pool = KVPool(
+                d.num_layers, num_pages, d.num_kv_heads, d.head_dim, dtype, device
+            )
+        self.requests = Requests(*(fixed(t.to(device)) for t in self.host_requests()))
+        self._steps: dict[int, Step] = {}
+
+    def fits(
+        self, *, max_requests: int, num_pages: int, pages_per_request: int, stop_ids: int
+    ) -> bool:
+        """Whether a call of this size can run in these buffers."""
+        return (
+            max_requests <= self.max_requests
+            and num_pages <= self.num_pages
+            and pages_per_request <= self.pages_per_request
+            and stop_ids <= self.stop_ids
+        )
+
+    def host_requests(self) -> Requests:
+        """Fresh request state on the host, every slot idle, to be filled and uploaded."""
+        slots = self.max_requests + 1
+
+        def zeros(dtype: torch.dtype, *shape: int) -> Tensor:
+            return torch.zeros(slots, *shape, dtype=dtype)
+
+        requests = Requests(
+            context_S=zeros(torch.int32),
+            remaining_S=zeros(torch.int32),
+            anchor_S=zeros(torch.int64),
+            live_S=zeros(torch.bool),
+            seed_S=zeros(torch.int64),
+            temperature_S=zeros(torch.float32),
+            top_k_S=zeros(torch.int64),
+            top_p_S=zeros(torch.float32),
+            min_p_S=zeros(torch.float32),
+            page_SL=zeros(torch.int32, self.pages_per_request),
+            logical_SP=zeros(torch.int32, self.num_pages),
+            stop_SZ=zeros(torch.int64, self.stop_ids),
+        )
+        requests.top_p_S.fill_(1.0)
+        requests.logical_SP.fill_(-1)
+        # An idle lane sees the scratch page, so that its softmax has something finite to sum.
+        requests.logical_SP[:, 0] = 0
+        requests.stop_SZ.fill_(-1)
+        return requests
+
+    def upload(self, host: Requests) -> None:
+        """Copy host request state over the device's, in place."""
+        for ours, theirs in zip(self.requests, host, strict=True):
+            ours.copy_(theirs)
+
+    def step(self, lanes: int) -> Step:
+        """The buffers of a step of `lanes` lanes, always the same ones."""
+        if lanes not in self._steps:
+            slot = torch.full((lanes,), self.max_requests, dtype=torch.int64, device=self.device)
+            block = torch.zeros(lanes, VERIFY_TILE, dtype=torch.int64, device=self.device)
+            buffers = (slot, block[:, 1:].clone(), block, slot.int(), slot < 0)
+            if lanes > 1:
+                for tensor in buffers:
+                    torch._dynamo.mark_dynamic(tensor, 0)
+            self._steps[lanes] = Step(*(fixed(tensor) for tensor in buffers))
+        return self._steps[lanes]
+
+    @property
+    def num_bytes(self) -> int:
+        """Device memory of the pools, in bytes."""
+        return self.pool.num_bytes + (
+            self.draft_pool.num_bytes if self.draft_pool is not None else 0
+        )
