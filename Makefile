@@ -25,10 +25,11 @@ setup: $(READY)
 # several gigabytes over a CPU wheel that is at hand. dflash is the reference for the drafter's
 # parity tests; its own pins would drag in data-set tooling that no test uses.
 $(READY): pyproject.toml constraints.txt Makefile
+	@echo 'setting up .venv: a few minutes and about 2 GB of disk, once'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) install --progress-bar off --quiet -c constraints.txt torch==2.13.0
-	$(PIP) install --progress-bar off --quiet -c constraints.txt -e '.[dev]'
-	$(PIP) install --progress-bar off --quiet --no-deps dflash==0.1.0
+	$(PIP) install -c constraints.txt torch==2.13.0
+	$(PIP) install -c constraints.txt -e '.[dev]'
+	$(PIP) install --no-deps dflash==0.1.0
 	touch $@
 
 clean:

@@ -67,19 +67,19 @@ def main() -> int:
     width = "16 (full)" if args.budget is None else str(args.budget)
     print(f"DScale: 16-token draft blocks, {width} rows verified per request and pass")
     timed(model.generate, requests[0], max_new_tokens=8)
-    fast, passes, drafted = [], 0, 0
+    fast, passes, committed = [], 0, 0
     for row, request, reference in zip(prompts, requests, plain, strict=True):
         print(f"\n--- {row['prompt']}\n")
         streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        steps, tokens = spec.stats.steps, spec.stats.tokens
+        before = (spec.stats.passes, spec.stats.tokens)
         run = timed(model.generate, request, streamer=streamer, **options)
-        steps, tokens = spec.stats.steps - steps, spec.stats.tokens - tokens
+        num_passes, num_tokens = spec.stats.passes - before[0], spec.stats.tokens - before[1]
+        report("this answer", [reference], [run], num_tokens / max(num_passes, 1))
+        passes, committed = passes + num_passes, committed + num_tokens
         fast.append(run)
-        passes, drafted = passes + steps, drafted + tokens
-        report("this answer", [reference], [run], tokens / max(steps, 1))
     spec.detach()
     print()
-    return 0 if report("all answers", plain, fast, drafted / max(passes, 1)) else 1
+    return 0 if report("all answers", plain, fast, committed / max(passes, 1)) else 1
 
 
 def report(name: str, plain: list[Run], fast: list[Run], tokens_per_pass: float) -> bool:
