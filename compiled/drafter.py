@@ -1,0 +1,197 @@
+"""The block-diffusion drafter (DFlash): one pass over `[anchor, MASK, ...]` blocks, and its cache.
+
+It has no embedding and no LM head of its own: both are the target's. Every layer attends over the
+keys and values of the committed context, which are projected once per token from the target's
+taps, and over the block itself in both directions.
+
+Shapes: N lanes, B block size, R rows, D hidden, H query heads, K KV heads, E head_dim, T layers, F
+= taps * D.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
+
+from dscale.compiled.attention import Rows, Tile, attend, tile_mask
+from dscale.compiled.kv import KVPool, Paging, write
+from dscale.compiled.layers import rms_norm, rotary_table, rotate, swiglu
+from dscale.compiled.target import Target
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrafterConfig:
+    """Shape of a drafter.
+
+    `taps`: 0-based target layers whose outputs `fc` fuses, in the order of its columns.
+    `rope_scaling` multiplies cos and sin. `rope_parameters`: the transformers rotary settings that
+    the inverse frequencies come from. `vocab_size`, `num_target_layers`: what the checkpoint says
+    it was trained for, None where it does not say.
+    """
+
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    mask_token_id: int
+    taps: tuple[int, ...]
+    rms_eps: float
+    rope_scaling: float
+    max_positions: int
+    vocab_size: int | None = None
+    num_target_layers: int | None = None
+    rope_parameters: Mapping[str, Any] = field(default_factory=dict)
+
+
+class DrafterLayer(nn.Module):
+    """Weights of one layer, but for its query, key and value projections: see `Drafter.qkv`."""
+
+    input_norm: nn.Parameter
+    post_norm: nn.Parameter
+    q_norm: nn.Parameter
+    k_norm: nn.Parameter
+    o: nn.Parameter
+    gate_up: nn.Parameter
+    down: nn.Parameter
+
+    def __init__(self, config: DrafterConfig, dtype: torch.dtype) -> None:
+        super().__init__()
+        c, hidden = config, config.hidden_size
+        self.input_norm, self.post_norm = empty(hidden, dtype=dtype), empty(hidden, dtype=dtype)
+        self.q_norm, self.k_norm = empty(c.head_dim, dtype=dtype), empty(c.head_dim, dtype=dtype)
+        self.o = empty(hidden, c.num_heads * c.head_dim, dtype=dtype)
+        self.gate_up = empty(2 * c.intermediate_size, hidden, dtype=dtype)
+        self.down = empty(hidden, c.intermediate_size, dtype=dtype)
+
+
+class Drafter(nn.Module):
+    """A DFlash drafter over packed rows and a paged context cache.
+
+    `qkv` is `[T, (H + 2K) * E, D]`, query rows first. Its key and value rows are also the
+    projection of the context, for all layers in one batched product, so neither use needs a second
+    copy.
+    """
+
+    inv_freq: Tensor
+    mask_embedding: Tensor | None
+
+    def __init__(
+        self,
+        config: DrafterConfig,
+        inv_freq: Tensor,
+        *,
+        dtype: torch.dtype,
+        mask_embedding: Tensor | None = None,
+    ) -> None:
+        """Allocate empty weights. `mask_embedding` `[D]` replaces the target's mask row."""
+        super().__init__()
+        c = config
+        self.config = config
+        self.fc = empty(c.hidden_size, len(c.taps) * c.hidden_size, dtype=dtype)
+        self.hidden_norm = empty(c.hidden_size, dtype=dtype)
+        projected = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
+        self.qkv = empty(c.num_layers, projected, c.hidden_size, dtype=dtype)
+        self.layers = nn.ModuleList(DrafterLayer(c, dtype) for _ in range(c.num_layers))
+        self.norm = empty(c.hidden_size, dtype=dtype)
+        self.register_buffer("inv_freq", inv_freq.float(), persistent=False)
+        self.register_buffer("mask_embedding", mask_embedding, persistent=False)
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.config.num_heads // self.config.num_kv_heads
+
+    def embed_block(self, anchor_N: Tensor, target: Target) -> Tensor:
+        """Return the blocks' input `[N, B, D]`: an anchor embedding, then B - 1 mask embeddings.
+
+        The mask embedding is the target's own row `mask_token_id`, untrained there but fixed while
+        the drafter was trained, unless the checkpoint brought one.
+        """
+        anchor_N1D = target.embed(anchor_N)[:, None]
+        mask_D = self.mask_embedding
+        if mask_D is None:
+            mask_D = target.embedding[self.config.mask_token_id]  # type: ignore[index]
+        mask_NWD = mask_D.expand(anchor_N1D.shape[0], self.config.block_size - 1, -1)
+        return torch.cat((anchor_N1D, mask_NWD), 1)
+
+    def draft(
+        self, block_RD: Tensor, rows: Rows, paging: Paging, pool: KVPool, tile: Tile
+    ) -> Tensor:
+        """Run the blocks `[R, D]` of N lanes, R = N * B; returns final-normed hidden states.
+
+        Row j of a block predicts the token at its own position, so rows 1.. are the drafted tokens
+        and row 0 is unused. Each layer leaves the block's keys and values in the pool; the next
+        round overwrites them. `tile` is `Tile(height=B, causal=False)`.
+        """
+        x = block_RD
+        cos, sin = rotary_table(
+            rows.position_R, self.inv_freq, self.config.rope_scaling, block_RD.dtype
+        )
+        mask = tile_mask(paging, tile, self.group, pool.num_pages)
+        for index in range(self.config.num_layers):
+            x = self.layer(index, x, cos, sin, rows, paging, pool, tile, mask)
+        return rms_norm(x, self.norm, self.config.rms_eps)
+
+    def layer(
+        self,
+        index: int,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        rows: Rows,
+        paging: Paging,
+        pool: KVPool,
+        tile: Tile,
+        mask: BlockMask | Tensor,
+    ) -> Tensor:
+        """One pre-norm decoder layer over block rows `[R, D]`."""
+        c, w = self.config, self.weights(index)
+        qkv = F.linear(rms_norm(x, w.input_norm, c.rms_eps), self.qkv[index])
+        q, k, v = torch.split(
+            qkv.view(x.shape[0], -1, c.head_dim), [c.num_heads, c.num_kv_heads, c.num_kv_heads], 1
+        )
+        q, k = rms_norm(q, w.q_norm, c.rms_eps), rms_norm(k, w.k_norm, c.rms_eps)
+        cache = pool.layer(index)
+        write(cache, rows.slot_R, rotate(k, cos, sin), v)
+        out = attend(rotate(q, cos, sin), cache, rows, paging, tile, mask)
+        x = x + F.linear(out, w.o)
+        return x + swiglu(rms_norm(x, w.post_norm, c.rms_eps), w.gate_up, None, w.down, None)
+
+    def write_context(
+        self, taps_RF: Tensor, position_R: Tensor, slot_R: Tensor, pool: KVPool
+    ) -> None:
+        """Project the taps of committed tokens into every layer's context cache, in place.
+
+        The fused feature is normed once by `hidden_norm` and enters each layer's key and value
+        projections as it is, past the layer's input norm. Padding rows carry a scratch slot.
+        `position_R`, `slot_R` int64.
+        """
+        c = self.config
+        fused_RD = rms_norm(F.linear(taps_RF, self.fc), self.hidden_norm, c.rms_eps)
+        weight_TDX = self.qkv[:, c.num_heads * c.head_dim :].transpose(1, 2)
+        kv_TRX = torch.bmm(fused_RD.expand(c.num_layers, -1, -1), weight_TDX)
+        kv = kv_TRX.view(c.num_layers, -1, 2, c.num_kv_heads, c.head_dim)
+        cos, sin = rotary_table(position_R, self.inv_freq, c.rope_scaling, fused_RD.dtype)
+        for index in range(c.num_layers):
+            key = rms_norm(kv[index, :, 0], self.weights(index).k_norm, c.rms_eps)
+            write(pool.layer(index), slot_R, rotate(key, cos, sin), kv[index, :, 1])
+
+    def weights(self, index: int) -> DrafterLayer:
+        """The weights of layer `index`."""
+        layer = self.layers[index]
+        assert isinstance(layer, DrafterLayer)
+        return layer
+
+
+def empty(*shape: int, dtype: torch.dtype) -> nn.Parameter:
+    """An uninitialised weight that asks for no gradient."""
+    return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
