@@ -246,6 +246,9 @@ def _qwen3(
 ) -> Any:
     """The transformers config, which derives layer types and completes the rotary parameters."""
     window_keys = ("layer_types", "sliding_window", "use_sliding_window", "max_window_layers")
+    kinds, layers = raw.get("layer_types"), shape["num_hidden_layers"]
+    if kinds is not None and (not isinstance(kinds, list) or len(kinds) != layers):
+        raise refusal("layer_types", f"{layers} entries, one per layer", kinds)
     windows = {key: raw[key] for key in window_keys if raw.get(key) is not None}
     try:
         hf = Qwen3Config(**shape, rms_norm_eps=eps, rope_parameters=rope, **windows)

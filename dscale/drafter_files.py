@@ -12,7 +12,7 @@ import torch
 from accelerate import init_empty_weights
 from accelerate.utils import set_module_tensor_to_device
 from huggingface_hub import snapshot_download
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -116,8 +116,7 @@ def load_drafter(
     config = parse_config(_read_json(folder / CONFIG), tokenizer=tokenizer)
     check_fit(config, target)
     with ExitStack() as stack:
-        files = {path: safe_open(path, "pt", device=str(device)) for path in _shards(folder)}
-        handles = [stack.enter_context(opened) for opened in files.values()]
+        handles = [stack.enter_context(_open(path, device)) for path in _shards(folder)]
         found = _match(handles, parts_of(config), folder)
         mask = _mask_embedding(folder, config, dtype)
         with init_empty_weights(include_buffers=False):
@@ -203,6 +202,13 @@ def _shards(folder: Path) -> list[Path]:
         if not shard.is_file():
             raise ValueError(f"drafter: expected shard {shard.name} in {folder}, found none")
     return shards
+
+
+def _open(path: Path, device: torch.device | str) -> Any:
+    try:
+        return safe_open(path, "pt", device=str(device))
+    except SafetensorError as error:
+        raise ValueError(f"drafter: expected safetensors in {path}: {error}") from error
 
 
 def _canonical(stored: str) -> str:

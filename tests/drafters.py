@@ -49,6 +49,12 @@ def drafter_json(**changes: Any) -> dict[str, Any]:
     return {key: value for key, value in merged.items() if not (key in changes and value is None)}
 
 
+def nested(**changes: Any) -> dict[str, Any]:
+    """`drafter_json` with changes to its `dflash_config`; a change to None drops the key."""
+    inner = drafter_json()["dflash_config"] | changes
+    return drafter_json(dflash_config={k: v for k, v in inner.items() if v is not None})
+
+
 def drafter_tensors(
     raw: dict[str, Any], *, seed: int = 0, dtype: torch.dtype = torch.bfloat16
 ) -> dict[str, Tensor]:
