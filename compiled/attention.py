@@ -1,11 +1,13 @@
-"""Paged attention over packed rows: tile routes, the mask factories, and the one FlexAttention call.
+"""Paged attention over packed rows: tile routes, the mask factories, and the one FlexAttention
+call.
 
-Rows of all requests are packed flat, `[R, ...]`. For attention they are gathered into tiles, one per lane, of
-T rows; under grouped-query attention the G query heads that share a KV head become one tile of G * T rows, head
-major (tile row q = g * T + t), so that keys and values are read once (docs/design.md, "Tiles").
+Rows of all requests are packed flat, `[R, ...]`. For attention they are gathered into tiles, one
+per lane, of T rows; under grouped-query attention the G query heads that share a KV head become
+one tile of G * T rows, head major (tile row q = g * T + t), so that keys and values are read once
+(docs/design.md, "Tiles").
 
-Shapes: N lanes, T tile height, R rows, H query heads, K KV heads, G = H / K, E head_dim, P pages, S keys.
-"""
+Shapes: N lanes, T tile height, R rows, H query heads, K KV heads, G = H / K, E head_dim, P pages,
+S keys."""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, FlexKernelOptions, flex_attention
 
 from dscale.compiled.kv import PAGE, Paging
 
@@ -28,17 +30,17 @@ PREFILL_TILE = 128
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
-# For the eager prefill on a GPU: eager FlexAttention would materialise every score. Inlined when a stage is compiled.
+# For the eager prefill on a GPU: eager FlexAttention would materialise every score. Inlined when a
+# stage is compiled.
 compiled_flex = torch.compile(flex_attention, dynamic=True)
 
 
 class Rows(NamedTuple):
     """The packed rows of one forward, all int64.
 
-    `position_R`: absolute position. `slot_R`: pool slot the row's key and value go to (scratch for padding).
-    `lane_R`, `tile_row_R`: the tile cell that holds the row. `row_NT`: the row in each tile cell (any valid row
-    where the cell is empty; its output is read by nobody).
-    """
+    `position_R`: absolute position. `slot_R`: pool slot the row's key and value go to (scratch for
+    padding). `lane_R`, `tile_row_R`: the tile cell that holds the row. `row_NT`: the row in each
+    tile cell (any valid row where the cell is empty; its output is read by nobody)."""
 
     position_R: Tensor
     slot_R: Tensor
@@ -51,9 +53,9 @@ class Rows(NamedTuple):
 class Tile:
     """A tile route, fixed at trace time.
 
-    `height` T rows per lane. `causal`: row t sees positions <= context + t; otherwise every row sees positions
-    < context + T (the draft block, which is bidirectional). `flex`: FlexAttention, else gathered pages and SDPA.
-    """
+    `height` T rows per lane. `causal`: row t sees positions <= context + t; otherwise every row
+    sees positions < context + T (the draft block, which is bidirectional). `flex`: FlexAttention,
+    else gathered pages and SDPA."""
 
     height: int
     causal: bool = True
@@ -65,7 +67,8 @@ class Tile:
 
 
 def paged_mask(logical_NP: Tensor, context_N: Tensor, tile: Tile) -> MaskMod:
-    """Mask of physical keys: visible iff the page is the lane's and its position is within the row's limit."""
+    """Mask of physical keys: visible iff the page is the lane's and its position is within the
+    row's limit."""
     height, causal = tile.height, tile.causal
 
     def visible(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
@@ -80,9 +83,9 @@ def paged_mask(logical_NP: Tensor, context_N: Tensor, tile: Tile) -> MaskMod:
 def block_mask(paging: Paging, tile: Tile, group: int, num_pages: int) -> BlockMask:
     """Build the block mask from the page table, without a mask evaluation and without a host read.
 
-    Whole pages before the context's last one are full blocks, the rest partial, so that the mask function runs on
-    the tail only. The index tables span all physical pages because the CPU lowering demands it.
-    """
+    Whole pages before the context's last one are full blocks, the rest partial, so that the mask
+    function runs on the tail only. The index tables span all physical pages because the CPU
+    lowering demands it."""
     q_len, q_block = tile.height * group, tile.q_block(group)
     num_blocks = -(-q_len // q_block)
     full_N = paging.context_N // PAGE
@@ -114,7 +117,8 @@ def block_mask(paging: Paging, tile: Tile, group: int, num_pages: int) -> BlockM
 
 
 def tile_mask(paging: Paging, tile: Tile, group: int, num_pages: int) -> BlockMask | Tensor:
-    """The mask every layer of one forward shares: a BlockMask, or the dense mask of the gathered route."""
+    """The mask every layer of one forward shares: a BlockMask, or the dense mask of the gathered
+    route."""
     if tile.flex:
         return block_mask(paging, tile, group, num_pages)
     return gathered_mask(paging, tile, group)
@@ -128,7 +132,8 @@ def attend(
     tile: Tile,
     mask: BlockMask | Tensor,
 ) -> Tensor:
-    """Attention of packed rows over their requests' pages. Returns `[R, H * E]` in the dtype of `q_RHE`."""
+    """Attention of packed rows over their requests' pages. Returns `[R, H * E]` in the dtype of
+    `q_RHE`."""
     num_rows, num_heads, head_dim = q_RHE.shape
     kv_heads = pool[0].shape[1]
     group = num_heads // kv_heads
@@ -149,12 +154,12 @@ def attend(
     return out[rows.lane_R, rows.tile_row_R].reshape(num_rows, num_heads * head_dim)
 
 
-def kernel_options(tile: Tile, group: int) -> dict[str, int | bool]:
+def kernel_options(tile: Tile, group: int) -> FlexKernelOptions:
     """Options of FlexAttention's main kernel.
 
-    Its decoding kernel, which AUTO would pick for short queries, took 3.8 ms where this one took 0.83 ms
-    (4 layers of 8B shape, 8 requests, H200); 4 warps, 3 stages and 64 keys a step were the best of those tried.
-    """
+    Its decoding kernel, which AUTO would pick for short queries, took 3.8 ms where this one took
+    0.83 ms (4 layers of 8B shape, 8 requests, H200); 4 warps, 3 stages and 64 keys a step were the
+    best of those tried."""
     return {
         "FORCE_USE_FLEX_ATTENTION": True,
         "BLOCK_M": max(16, tile.q_block(group)),
@@ -182,7 +187,8 @@ def gathered_mask(paging: Paging, tile: Tile, group: int) -> Tensor:
 def gathered_attention(
     q_NKQE: Tensor, pool: tuple[Tensor, Tensor], paging: Paging, mask: Tensor
 ) -> Tensor:
-    """Copy each lane's pages together and call SDPA: the CPU route, and the reference of the FlexAttention one.
+    """Copy each lane's pages together and call SDPA: the CPU route, and the reference of the
+    FlexAttention one.
 
     Eager FlexAttention would score the whole pool for every lane.
     """

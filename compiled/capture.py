@@ -10,15 +10,15 @@ from torch import nn
 
 
 def capture(stage: nn.Module) -> Callable[..., Any]:
-    """Compile a stage with CUDA graphs; every new bucket of input shapes is captured at its first calls.
+    """Compile a stage with CUDA graphs; every new bucket of input shapes is captured at its first
+    calls.
 
-    The stage reads and writes fixed-address buffers only and returns nothing, so each bucket is one recording.
-    `fullgraph` makes a graph break an error rather than a slow step.
-    """
+    The stage reads and writes fixed-address buffers only and returns nothing, so each bucket is
+    one recording. `fullgraph` makes a graph break an error rather than a slow step."""
     compiled: Callable[..., Any] = torch.compile(stage, mode="reduce-overhead", fullgraph=True)
     return compiled
 
 
 def begin_step() -> None:
     """Mark the start of a step, so that CUDA-graph trees may reuse the last step's memory."""
-    torch.compiler.cudagraph_mark_step_begin()
+    torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]

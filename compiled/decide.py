@@ -1,4 +1,5 @@
-"""The decision stage: one drafter pass over `[anchor, MASK x 15]` of every lane, and its candidates."""
+"""The decision stage: one drafter pass over `[anchor, MASK x 15]` of every lane, and its
+candidates."""
 
 from __future__ import annotations
 
@@ -14,9 +15,9 @@ from dscale.compiled.target import Target
 class Decide(nn.Module):
     """Draft the lanes' next tokens into `step.candidate_NC`.
 
-    `rows`: rows per request that verify will read, so that only rows - 1 draft positions meet the LM head. The
-    block itself is always drafted at full width, because the number of masks changes every position's logits.
-    """
+    `rows`: rows per request that verify will read, so that only rows - 1 draft positions meet the
+    LM head. The block itself is always drafted at full width, because the number of masks changes
+    every position's logits."""
 
     def __init__(
         self, target: Target, drafter: Drafter, draft_pool: KVPool, rows: int, flex: bool

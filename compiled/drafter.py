@@ -119,7 +119,7 @@ class Drafter(nn.Module):
         anchor_N1D = target.embed(anchor_N)[:, None]
         mask_D = self.mask_embedding
         if mask_D is None:
-            mask_D = target.embedding[self.config.mask_token_id]  # type: ignore[index]
+            mask_D = target.embedding[self.config.mask_token_id]
         mask_NWD = mask_D.expand(anchor_N1D.shape[0], self.config.block_size - 1, -1)
         return torch.cat((anchor_N1D, mask_NWD), 1)
 

@@ -1,8 +1,7 @@
 """The records that flow between the stages of a step, and the rows a uniform step verifies.
 
-Shapes: S request slots (the last one is the idle slot, never live), N lanes of this step, W block size, L logical
-pages, P physical pages, Z stop ids, T rows per lane, R = N * T rows.
-"""
+Shapes: S request slots (the last one is the idle slot, never live), N lanes of this step, W block
+size, L logical pages, P physical pages, Z stop ids, T rows per lane, R = N * T rows."""
 
 from __future__ import annotations
 
@@ -23,9 +22,9 @@ class Requests(NamedTuple):
         [0 ... context - 1]  [context]   [context + 1 ... context + W - 1]
           in both caches      known, in no cache
 
-    `context_S`, `remaining_S` int32; `anchor_S`, `seed_S`, `top_k_S` int64; `live_S` bool; `temperature_S`,
-    `top_p_S`, `min_p_S` float32; `page_SL`, `logical_SP` int32 (see Paging); `stop_SZ` int64, padded with -1.
-    """
+    `context_S`, `remaining_S` int32; `anchor_S`, `seed_S`, `top_k_S` int64; `live_S` bool;
+    `temperature_S`, `top_p_S`, `min_p_S` float32; `page_SL`, `logical_SP` int32 (see Paging);
+    `stop_SZ` int64, padded with -1."""
 
     context_S: Tensor
     remaining_S: Tensor
@@ -56,12 +55,12 @@ class Requests(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Fixed-address buffers of one step of N lanes: what the stages hand to each other and to the host.
+    """Fixed-address buffers of one step of N lanes: what the stages hand to each other and to the
+    host.
 
-    `slot_N` int64 in: each lane's request slot. `candidate_NC` int64 [N, W - 1]: decide to verify. `token_NW`
-    int64, `count_N` int32, `live_N` bool out: tokens committed in this step (the first `count_N` of each row) and
-    whether the request goes on.
-    """
+    `slot_N` int64 in: each lane's request slot. `candidate_NC` int64 [N, W - 1]: decide to verify.
+    `token_NW` int64, `count_N` int32, `live_N` bool out: tokens committed in this step (the first
+    `count_N` of each row) and whether the request goes on."""
 
     slot_N: Tensor
     candidate_NC: Tensor
@@ -71,7 +70,8 @@ class Step(NamedTuple):
 
 
 def uniform_rows(paging: Paging, width: int, height: int) -> Rows:
-    """Rows of `width` positions from each lane's context on, in tiles of `height` >= width rows."""
+    """Rows of `width` positions from each lane's context on, in tiles of `height` >= width
+    rows."""
     context_N = paging.context_N.long()
     lanes, device = context_N.shape[0], context_N.device
     column = torch.arange(width, device=device)
@@ -89,11 +89,12 @@ def uniform_rows(paging: Paging, width: int, height: int) -> Rows:
 def commit(
     requests: Requests, step: Step, choice_NT: Tensor, accepted_N: Tensor, advance: bool
 ) -> None:
-    """Commit the accepted prefix and its successor: cut at the first stop id and at the token limit.
+    """Commit the accepted prefix and its successor: cut at the first stop id and at the token
+    limit.
 
-    `choice_NT` [N, T] int64: the target's tokens; the first accepted + 1 are the progress. `advance`: the rows in
-    front of the tokens are in the caches now, so the context grows by the progress (decode); a prefill's first
-    token only becomes the anchor. Idle lanes commit nothing.
+    `choice_NT` [N, T] int64: the target's tokens; the first accepted + 1 are the progress.
+    `advance`: the rows in front of the tokens are in the caches now, so the context grows by the
+    progress (decode); a prefill's first token only becomes the anchor. Idle lanes commit nothing.
     """
     slot_N = step.slot_N
     remaining_N = requests.remaining_S[slot_N]

@@ -1,8 +1,8 @@
 """The token-major paged key/value pool and the page arithmetic that addresses it.
 
-A slot is one token's place in a pool: slot = physical page * PAGE + offset in the page. Physical page 0 is
-scratch: inactive lanes and padding rows write there, and no live request ever reads it (docs/design.md, "Pages").
-"""
+A slot is one token's place in a pool: slot = physical page * PAGE + offset in the page. Physical
+page 0 is scratch: inactive lanes and padding rows write there, and no live request ever reads it
+(docs/design.md, "Pages")."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ import torch
 from torch import Tensor
 
 PAGE = 128
-"""Tokens per page. Equal to FlexAttention's key/value block, so that a page is a block of the block mask."""
+"""Tokens per page. Equal to FlexAttention's key/value block, so that a page is a block of the
+block mask."""
 
 
 class Paging(NamedTuple):
-    """Where each lane's context lives. N lanes, L logical pages a request may use, P physical pages.
+    """Where each lane's context lives. N lanes, L logical pages a request may use, P physical
+    pages.
 
-    `page_NL` int32: physical page of every logical page (0, the scratch page, where there is none).
-    `logical_NP` int32: the inverse, -1 where a physical page is not the lane's. Both change together.
-    `context_N` int32: committed tokens before the first row of this forward.
-    """
+    `page_NL` int32: physical page of every logical page (0, the scratch page, where there is
+    none). `logical_NP` int32: the inverse, -1 where a physical page is not the lane's. Both change
+    together. `context_N` int32: committed tokens before the first row of this forward."""
 
     page_NL: Tensor
     logical_NP: Tensor
@@ -31,9 +32,9 @@ class Paging(NamedTuple):
 class KVPool(torch.nn.Module):
     """Keys and values of every layer, `[slots, kv_heads, head_dim]` each, zeroed when allocated.
 
-    Token-major, because a write by `index_put_` on dimension 0 is then a plain scatter; a head-major pool made
-    Inductor copy the whole pool twice per layer (145 us a layer on an H200 at 8B shapes).
-    """
+    Token-major, because a write by `index_put_` on dimension 0 is then a plain scatter; a
+    head-major pool made Inductor copy the whole pool twice per layer (145 us a layer on an H200 at
+    8B shapes)."""
 
     def __init__(
         self,
@@ -64,10 +65,11 @@ class KVPool(torch.nn.Module):
 
 
 def slots_of(position_NT: Tensor, page_NL: Tensor) -> Tensor:
-    """Map absolute positions `[N, T]` to pool slots `[N, T]` (int64) through each lane's page table `[N, L]`.
+    """Map absolute positions `[N, T]` to pool slots `[N, T]` (int64) through each lane's page
+    table `[N, L]`.
 
-    Positions past the table are clamped to its last page; callers reserve room for every position they keep.
-    """
+    Positions past the table are clamped to its last page; callers reserve room for every position
+    they keep."""
     logical_NT = torch.clamp(position_NT // PAGE, max=page_NL.shape[1] - 1)
     return torch.gather(page_NL.long(), 1, logical_NT) * PAGE + position_NT % PAGE
 

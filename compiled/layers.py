@@ -1,4 +1,5 @@
-"""The few layers both decoders are made of: RMS norm, rotary embedding, fused projections, SwiGLU."""
+"""The few layers both decoders are made of: RMS norm, rotary embedding, fused projections,
+SwiGLU."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def rotary_table(
     position_R: Tensor, inv_freq: Tensor, scaling: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return cos and sin, each `[R, 1, head_dim / 2]`, of integer positions `[R]`, computed in float32."""
+    """Return cos and sin, each `[R, 1, head_dim / 2]`, of integer positions `[R]`, computed in
+    float32."""
     angle = position_R.float()[:, None, None] * inv_freq
     return (angle.cos() * scaling).to(dtype), (angle.sin() * scaling).to(dtype)
 
@@ -36,7 +38,8 @@ def rotate(x_RHE: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def swiglu(
     x: Tensor, gate_up: Tensor, gate_up_bias: Tensor | None, down: Tensor, down_bias: Tensor | None
 ) -> Tensor:
-    """Gated feed-forward: down(silu(gate x) * up x), gate and up stacked in one `[2 * intermediate, D]` weight."""
+    """Gated feed-forward: down(silu(gate x) * up x), gate and up stacked in one `[2 *
+    intermediate, D]` weight."""
     gate, up = F.linear(x, gate_up, gate_up_bias).chunk(2, -1)
     return F.linear(F.silu(gate) * up, down, down_bias)
 

@@ -1,4 +1,5 @@
-"""The prefill stage: the target over a chunk of every prompt with the wide tile, taps into the draft cache."""
+"""The prefill stage: the target over a chunk of every prompt with the wide tile, taps into the
+draft cache."""
 
 from __future__ import annotations
 
@@ -17,9 +18,8 @@ from dscale.compiled.target import Target
 class Chunk(NamedTuple):
     """A chunk of prompt rows, packed flat over the lanes, int64.
 
-    `token_R`; `rows`; `last_N`: each lane's last row of the chunk; `start_N`: positions before the chunk;
-    `ends_N` bool: whether the lane's prompt ends in this chunk.
-    """
+    `token_R`; `rows`; `last_N`: each lane's last row of the chunk; `start_N`: positions before the
+    chunk; `ends_N` bool: whether the lane's prompt ends in this chunk."""
 
     token_R: Tensor
     rows: Rows

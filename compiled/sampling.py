@@ -17,9 +17,8 @@ from dscale.kernels.reference import position_gumbel
 class Sampling(NamedTuple):
     """Sampling settings per row, `[R]` each.
 
-    `temperature` float32 (0 means greedy), `top_k` int64 (0 means off), `top_p` float32 (1 means off), `min_p`
-    float32 (0 means off), `seed` int64.
-    """
+    `temperature` float32 (0 means greedy), `top_k` int64 (0 means off), `top_p` float32 (1 means
+    off), `min_p` float32 (0 means off), `seed` int64."""
 
     temperature: Tensor
     top_k: Tensor
@@ -32,21 +31,20 @@ class Sampling(NamedTuple):
 class Chooser:
     """How a stage chooses tokens, fixed at trace time.
 
-    `sample` False: argmax for every row, the settings are not read. `max_candidates`: the sorted candidates kept
-    per row, at least the largest top_k of any row; 0 for the whole vocabulary unsorted, right only when no row
-    has top-k, top-p or min-p.
-    """
+    `sample` False: argmax for every row, the settings are not read. `max_candidates`: the sorted
+    candidates kept per row, at least the largest top_k of any row; 0 for the whole vocabulary
+    unsorted, right only when no row has top-k, top-p or min-p."""
 
     sample: bool = False
     max_candidates: int = 0
 
 
 def choose(logit_RV: Tensor, position_R: Tensor, sampling: Sampling, chooser: Chooser) -> Tensor:
-    """Choose the token at absolute position `position_R` from the logits that predict it. Returns `[R]` int64.
+    """Choose the token at absolute position `position_R` from the logits that predict it. Returns
+    `[R]` int64.
 
-    Filters apply in transformers' order (temperature, top-k, top-p, min-p); ties at the k-th value are cut by sort
-    order. Rows with temperature 0 are greedy.
-    """
+    Filters apply in transformers' order (temperature, top-k, top-p, min-p); ties at the k-th value
+    are cut by sort order. Rows with temperature 0 are greedy."""
     if not chooser.sample:
         return logit_RV.argmax(-1)
     vocab = logit_RV.shape[-1]
@@ -66,7 +64,8 @@ def choose(logit_RV: Tensor, position_R: Tensor, sampling: Sampling, chooser: Ch
 
 
 def kept_candidates(value_RC: Tensor, sampling: Sampling) -> Tensor:
-    """Which of the descending candidates survive top-k, top-p and min-p. Returns a bool mask `[R, C]`.
+    """Which of the descending candidates survive top-k, top-p and min-p. Returns a bool mask `[R,
+    C]`.
 
     The first candidate always survives. Each filter renormalises over what the one before it kept.
     """

@@ -1,8 +1,9 @@
-"""The target decoder: one config-driven forward for Qwen3, Llama and Qwen2 over packed rows and paged KV.
+"""The target decoder: one config-driven forward for Qwen3, Llama and Qwen2 over packed rows and
+paged KV.
 
-It owns no weights of its own: `dscale.load` hands it tensors that the loaded transformers model keeps using.
-Shapes: R rows, D hidden, H query heads, K KV heads, E head_dim, V vocabulary, F = taps * D.
-"""
+It owns no weights of its own: `dscale.load` hands it tensors that the loaded transformers model
+keeps using. Shapes: R rows, D hidden, H query heads, K KV heads, E head_dim, V vocabulary, F =
+taps * D."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from dscale.compiled.layers import frozen, rms_norm, rotary_table, rotate, swigl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetConfig:
-    """Shape of a target decoder. `rope_scaling` multiplies cos and sin (1.0 for plain rotary embedding)."""
+    """Shape of a target decoder. `rope_scaling` multiplies cos and sin (1.0 for plain rotary
+    embedding)."""
 
     family: str
     num_layers: int
@@ -38,6 +40,19 @@ class TargetConfig:
 class LayerWeights(nn.Module):
     """Weights of one decoder layer; query, key and value are fused, so are gate and up."""
 
+    input_norm: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    o: Tensor
+    o_bias: Tensor | None
+    post_norm: Tensor
+    gate_up: Tensor
+    gate_up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+
     def __init__(self, tensors: dict[str, Tensor | None]) -> None:
         super().__init__()
         for name in (
@@ -48,9 +63,13 @@ class LayerWeights(nn.Module):
 
 
 class Target(nn.Module):
-    """A decoder over packed rows. Call `forward` for hidden states and taps, `logits` for the LM head."""
+    """A decoder over packed rows. Call `forward` for hidden states and taps, `logits` for the LM
+    head."""
 
     inv_freq: Tensor
+    embedding: Tensor
+    norm: Tensor
+    head: Tensor
 
     def __init__(
         self,
@@ -64,7 +83,8 @@ class Target(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.taps = config, taps
-        self.embedding, self.norm, self.head = frozen(embedding), frozen(norm), frozen(head)
+        for name, weight in (("embedding", embedding), ("norm", norm), ("head", head)):
+            self.register_parameter(name, frozen(weight))
         self.layers = nn.ModuleList(LayerWeights(tensors) for tensors in layers)
         self.register_buffer("inv_freq", inv_freq.float(), persistent=False)
 
@@ -75,30 +95,31 @@ class Target(nn.Module):
 
     def embed(self, token: Tensor) -> Tensor:
         """Embedding rows of token ids of any shape."""
-        return F.embedding(token, self.embedding)  # type: ignore[arg-type]
+        return F.embedding(token, self.embedding)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """LM head: `[..., D]` to `[..., V]` in the model's dtype."""
-        return F.linear(hidden, self.head)  # type: ignore[arg-type]
+        return F.linear(hidden, self.head)
 
     def forward(
         self, token_R: Tensor, rows: Rows, paging: Paging, pool: KVPool, tile: Tile
     ) -> tuple[Tensor, Tensor | None]:
         """Run the decoder over packed rows, writing their keys and values to the pool.
 
-        Returns the normed hidden states `[R, D]` and the taps `[R, F]`: the residual stream after each layer of
-        `self.taps`, in that order (DFlash checkpoint convention: `hidden_states[id + 1]`), or None without taps.
-        """
+        Returns the normed hidden states `[R, D]` and the taps `[R, F]`: the residual stream after
+        each layer of `self.taps`, in that order (DFlash checkpoint convention: `hidden_states[id +
+        1]`), or None without taps."""
         x = self.embed(token_R)
         cos, sin = rotary_table(rows.position_R, self.inv_freq, self.config.rope_scaling, x.dtype)
         mask = tile_mask(paging, tile, self.group, pool.num_pages)
         tapped: dict[int, Tensor] = {}
         for index, layer in enumerate(self.layers):
-            x = self.layer(layer, x, cos, sin, rows, paging, pool.layer(index), tile, mask)  # type: ignore[arg-type]
+            assert isinstance(layer, LayerWeights)
+            x = self.layer(layer, x, cos, sin, rows, paging, pool.layer(index), tile, mask)
             if index in self.taps:
                 tapped[index] = x
         taps = torch.cat([tapped[i] for i in self.taps], -1) if self.taps else None
-        return rms_norm(x, self.norm, self.config.rms_eps), taps  # type: ignore[arg-type]
+        return rms_norm(x, self.norm, self.config.rms_eps), taps
 
     def layer(
         self,
@@ -116,10 +137,10 @@ class Target(nn.Module):
         c = self.config
         num_rows = x.shape[0]
         qkv = F.linear(rms_norm(x, w.input_norm, c.rms_eps), w.qkv, w.qkv_bias)
-        q, k, v = qkv.view(num_rows, -1, c.head_dim).split(
-            (c.num_heads, c.num_kv_heads, c.num_kv_heads), 1
+        q, k, v = torch.split(
+            qkv.view(num_rows, -1, c.head_dim), [c.num_heads, c.num_kv_heads, c.num_kv_heads], 1
         )
-        if w.q_norm is not None:
+        if w.q_norm is not None and w.k_norm is not None:
             q, k = rms_norm(q, w.q_norm, c.rms_eps), rms_norm(k, w.k_norm, c.rms_eps)
         write(pool, rows.slot_R, rotate(k, cos, sin), v)
         out = attend(rotate(q, cos, sin), pool, rows, paging, tile, mask)

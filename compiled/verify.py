@@ -1,4 +1,5 @@
-"""The verification stage: one target pass over the chosen rows, acceptance, the draft cache, the commit."""
+"""The verification stage: one target pass over the chosen rows, acceptance, the draft cache, the
+commit."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from dscale.kernels.reference import accept_prefix
 
 
 class Verify(nn.Module):
-    """Verify `rows` rows of every lane: the anchor and the first rows - 1 candidates (rows 1: plain decoding)."""
+    """Verify `rows` rows of every lane: the anchor and the first rows - 1 candidates (rows 1:
+    plain decoding)."""
 
     def __init__(
         self,
@@ -31,7 +33,8 @@ class Verify(nn.Module):
         self.target, self.pool = target, pool
         self.drafter, self.draft_pool = drafter, draft_pool
         self.rows, self.chooser = rows, chooser
-        # FlexAttention wants a full 16-row tile; the gathered route computes just the rows there are.
+        # FlexAttention wants a full 16-row tile; the gathered route computes just the rows there
+        # are.
         self.tile = Tile(height=VERIFY_TILE if flex else rows, flex=flex)
 
     def forward(self, requests: Requests, step: Step) -> None:
@@ -47,6 +50,7 @@ class Verify(nn.Module):
         length_N = torch.full_like(anchor_N, self.rows)
         accepted_N, _ = accept_prefix(candidate_NC, length_N, choice_NT)
         if self.drafter is not None and self.draft_pool is not None and taps is not None:
-            # Rejected rows enter the draft cache too: the next block overwrites their slots before they are read.
+            # Rejected rows enter the draft cache too: the next block overwrites their slots before
+            # they are read.
             self.drafter.write_context(taps, rows.position_R, rows.slot_R, self.draft_pool)
         commit(requests, step, choice_NT, accepted_N, advance=True)

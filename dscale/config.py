@@ -14,10 +14,11 @@ Mode = Literal["ar", "dflash"]
 class EngineConfig:
     """Settings of one engine.
 
-    `mode`: "ar" decodes one token per pass without a drafter, "dflash" drafts and verifies. `budget`: rows each
-    request verifies per pass, 1 to 16, anchor included; None is full width. `prefill_chunk`: prompt tokens per
-    request and prefill pass, a multiple of 128. `pool_tokens`: capacity of the paged cache in tokens; None grows
-    it to what a call needs. `capture`: compile the step and capture it in CUDA graphs; None does so on a GPU.
+    `mode`: "ar" decodes one token per pass without a drafter, "dflash" drafts and verifies.
+    `budget`: rows each request verifies per pass, 1 to 16, anchor included; None is full width.
+    `prefill_chunk`: prompt tokens per request and prefill pass, a multiple of 128. `pool_tokens`:
+    capacity of the paged cache in tokens; None grows it to what a call needs. `capture`: compile
+    the step and capture it in CUDA graphs; None does so on a GPU.
 
     Raises ValueError naming the setting that is out of range.
     """
@@ -35,22 +36,16 @@ class EngineConfig:
             not _is_int(self.budget) or not 1 <= self.budget <= VERIFY_TILE
         ):
             raise ValueError(
-                f"budget: expected None or rows per request in 1..{VERIFY_TILE}, got {self.budget!r}"
+                f"budget: expected None or rows per request in 1..{VERIFY_TILE}, "
+                f"got {self.budget!r}"
             )
-        if (
-            not _is_int(self.prefill_chunk)
-            or self.prefill_chunk < 1
-            or self.prefill_chunk % PREFILL_TILE
-        ):
+        chunk, pool = self.prefill_chunk, self.pool_tokens
+        if not _is_int(chunk) or chunk < 1 or chunk % PREFILL_TILE:
             raise ValueError(
-                f"prefill_chunk: expected a positive multiple of {PREFILL_TILE}, got {self.prefill_chunk!r}"
+                f"prefill_chunk: expected a positive multiple of {PREFILL_TILE}, got {chunk!r}"
             )
-        if self.pool_tokens is not None and (
-            not _is_int(self.pool_tokens) or self.pool_tokens < 1
-        ):
-            raise ValueError(
-                f"pool_tokens: expected None or a positive number of tokens, got {self.pool_tokens!r}"
-            )
+        if pool is not None and (not _is_int(pool) or pool < 1):
+            raise ValueError(f"pool_tokens: expected None or a positive number, got {pool!r}")
 
 
 def _is_int(value: object) -> bool:

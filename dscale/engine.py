@@ -41,9 +41,8 @@ class Stages:
 class Engine:
     """Decodes batches of requests with a target and, in mode "dflash", a drafter.
 
-    Owns the workspace (paged caches, request state, step buffers) and grows it when a call needs more, unless
-    `config.pool_tokens` fixes its size.
-    """
+    Owns the workspace (paged caches, request state, step buffers) and grows it when a call needs
+    more, unless `config.pool_tokens` fixes its size."""
 
     target: Target
     drafter: Drafter | None
@@ -68,10 +67,9 @@ class Engine:
     def generate(self, requests: list[Request], on_tokens: OnTokens | None = None) -> None:
         """Decode requests to their end; `request.tokens` and `request.progress` hold the result.
 
-        `on_tokens(index, tokens)` sees each request's newly committed tokens once, in order; what it raises ends
-        the call and leaves the engine ready for the next one. Raises ValueError before any compute for a request
-        that cannot run, naming its field.
-        """
+        `on_tokens(index, tokens)` sees each request's newly committed tokens once, in order; what
+        it raises ends the call and leaves the engine ready for the next one. Raises ValueError
+        before any compute for a request that cannot run, naming its field."""
         for request in requests:
             request.check(self.target.config.vocab_size)
         workspace = self._room_for(requests)
@@ -119,7 +117,8 @@ class Engine:
     def _prefill(
         self, requests: list[Request], workspace: Workspace, stages: Stages, emit: OnTokens
     ) -> list[int]:
-        """Prefill every prompt in chunks and commit first tokens; returns the requests that go on."""
+        """Prefill every prompt in chunks and commit first tokens; returns the requests that go
+        on."""
         live = []
         for chosen, chunk in chunks(
             requests, self.config.prefill_chunk, workspace.device, self.flex
@@ -162,23 +161,9 @@ class Engine:
         workspace.upload(host)
 
     def _room_for(self, requests: list[Request]) -> Workspace:
-        """The workspace, made larger when this call needs it; a fixed pool that is too small is an error."""
-        num_pages = 1 + sum(r.num_pages for r in requests)
-        capacity = self.config.pool_tokens
-        if capacity is not None:
-            limit = 1 + -(-capacity // PAGE)
-            if num_pages > limit:
-                raise ValueError(
-                    f"pool_tokens: expected at least {(num_pages - 1) * PAGE} (prompt + max_new_tokens + "
-                    f"{2 * VERIFY_TILE} of each of {len(requests)} requests, in pages of {PAGE}), got {capacity}"
-                )
-            num_pages = limit
-        need = {
-            "max_requests": len(requests),
-            "num_pages": num_pages,
-            "pages_per_request": max(r.num_pages for r in requests),
-            "stop_ids": max(STOP_IDS, *(len(r.stop_ids) for r in requests)),
-        }
+        """The workspace, made larger when this call needs it; a fixed pool that is too small is an
+        error."""
+        need = self._sizes(requests)
         if self._workspace is None or not self._workspace.fits(**need):
             old = self._workspace
             if old is not None:
@@ -187,6 +172,30 @@ class Engine:
             self._stages.clear()
             self._workspace = Workspace(self.target, self.drafter, **need)
         return self._workspace
+
+    def _sizes(self, requests: list[Request]) -> dict[str, int]:
+        """Sizes this call needs, rounded up so that the next one rarely needs more."""
+        num_pages = 1 + sum(r.num_pages for r in requests)
+        per_request = 1 << (max(r.num_pages for r in requests) - 1).bit_length()
+        capacity = self.config.pool_tokens
+        if capacity is None:
+            num_pages = max(-(-num_pages // 16) * 16, per_request)
+        else:
+            limit = 1 + -(-capacity // PAGE)
+            if num_pages > limit:
+                raise ValueError(
+                    f"pool_tokens: expected at least {(num_pages - 1) * PAGE} (prompt + "
+                    f"max_new_tokens + {2 * VERIFY_TILE} of each of {len(requests)} requests, in "
+                    f"pages of {PAGE}), got {capacity}"
+                )
+            num_pages, per_request = limit, min(per_request, limit)
+        stop_ids = max(len(r.stop_ids) for r in requests)
+        return {
+            "max_requests": bucket_of(len(requests)),
+            "num_pages": num_pages,
+            "pages_per_request": per_request,
+            "stop_ids": max(STOP_IDS, 1 << (stop_ids - 1).bit_length() if stop_ids else 0),
+        }
 
     def _stages_for(self, chooser: Chooser) -> Stages:
         """Build (and on a GPU compile) the stages for one way of choosing tokens, once."""

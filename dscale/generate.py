@@ -12,6 +12,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from dscale.compiled.drafter import Drafter
 from dscale.config import EngineConfig, Mode
+from dscale.drafter_config import check_fit
 from dscale.drafter_files import load_drafter
 from dscale.engine import Engine
 from dscale.load import build_target, target_config, unfuse
@@ -42,7 +43,8 @@ class Attachment:
         return self.engine.stats
 
     def detach(self) -> None:
-        """Give `model.generate` and each parameter's own storage back, and free the caches. Calling twice is fine."""
+        """Give `model.generate` and each parameter's own storage back, and free the caches.
+        Calling twice is fine."""
         if self.model.__dict__.get("_dscale") is not self:
             return
         del self.model.__dict__["_dscale"], self.model.__dict__["generate"]
@@ -68,15 +70,16 @@ class Attachment:
     ) -> Tensor | GenerateDecoderOnlyOutput:
         """`GenerationMixin.generate` on DScale: the same arguments, the same result.
 
-        `inputs` or `input_ids`: int64 [batch, length], left-padded with `attention_mask` [batch, length]. The
-        config is merged as transformers merges it; `dscale.sampling.SUPPORTED` lists the fields that work and every
-        other argument raises ValueError naming it, before any compute. `seed`: sampling seed per row (see
-        `row_seeds`); a row's sample depends on its seed and its prompt only. `streamer`: batch 1; committed tokens
-        are put one by one, and `end` is called once, also after an error.
+        `inputs` or `input_ids`: int64 [batch, length], left-padded with `attention_mask` [batch,
+        length]. The config is merged as transformers merges it; `dscale.sampling.SUPPORTED` lists
+        the fields that work and every other argument raises ValueError naming it, before any
+        compute. `seed`: sampling seed per row (see `row_seeds`); a row's sample depends on its
+        seed and its prompt only. `streamer`: batch 1; committed tokens are put one by one, and
+        `end` is called once, also after an error.
 
-        Returns int64 [batch * num_return_sequences, length + new] with the prompt included and `pad_token_id` after
-        a stop id, or a GenerateDecoderOnlyOutput when `return_dict_in_generate`.
-        """
+        Returns int64 [batch * num_return_sequences, length + new] with the prompt included and
+        `pad_token_id` after a stop id, or a GenerateDecoderOnlyOutput when
+        `return_dict_in_generate`."""
         try:
             _refuse_arguments(kwargs)
             if streamer is not None:
@@ -85,7 +88,7 @@ class Attachment:
             loop = _Loop(self.engine, streamer, seed)
             return GenerationMixin.generate(
                 self.model, inputs, generation_config, custom_generate=loop, **kwargs
-            )  # type: ignore[no-any-return]
+            )
         finally:
             if streamer is not None:
                 streamer.end()
@@ -113,7 +116,7 @@ class _Loop:
         self.engine.generate(requests, self.put if self.streamer is not None else None)
         sequences = assemble(input_ids, requests, generation_config._pad_token_tensor)
         if generation_config.return_dict_in_generate:
-            return GenerateDecoderOnlyOutput(sequences=sequences)  # type: ignore[arg-type]
+            return GenerateDecoderOnlyOutput(sequences=sequences)
         return sequences
 
     def requests(
@@ -198,10 +201,10 @@ def attach(
 ) -> Attachment:
     """Replace `model.generate` by DScale's, sharing the model's weights (no second copy).
 
-    `drafter`: a DFlash checkpoint in z-lab's format (folder or Hub id), or a loaded Drafter. `mode`: "dflash", the
-    default with a drafter, or "ar" without one. The other settings are EngineConfig's. Raises ValueError for a
-    model, a drafter or a setting that does not fit, naming it; the model is then as it was.
-    """
+    `drafter`: a DFlash checkpoint in z-lab's format (folder or Hub id), or a loaded Drafter.
+    `mode`: "dflash", the default with a drafter, or "ar" without one. The other settings are
+    EngineConfig's. Raises ValueError for a model, a drafter or a setting that does not fit, naming
+    it; the model is then as it was."""
     if model.__dict__.get("_dscale") is not None:
         raise ValueError("model: already attached; call detach() on what attach returned first")
     mode = mode or ("ar" if drafter is None else "dflash")
@@ -217,10 +220,16 @@ def attach(
         raise ValueError(f"{name}: expected None in mode 'ar', got {value!r}")
     if mode == "dflash" and drafter is None:
         raise ValueError(
-            "drafter: expected a checkpoint folder, a Hub id or a Drafter in mode 'dflash', got None"
+            "drafter: expected a checkpoint folder, a Hub id or a Drafter in mode 'dflash', "
+            "got None"
         )
     shape = target_config(model)
-    if drafter is not None and not isinstance(drafter, Drafter):
+    if isinstance(drafter, Drafter):
+        check_fit(drafter.config, shape)
+        placed = (drafter.norm.dtype, drafter.norm.device)
+        if placed != (model.dtype, model.device):
+            raise ValueError(f"drafter: expected {(model.dtype, model.device)}, got {placed}")
+    elif drafter is not None:
         drafter = load_drafter(drafter, shape, dtype=model.dtype, device=model.device)
     return Attachment(model, drafter, config)
 
@@ -232,10 +241,11 @@ def generate(
     drafter: str | Path | Drafter | None = None,
     **kwargs: Any,
 ) -> Tensor | GenerateDecoderOnlyOutput:
-    """One `generate` call on DScale: through the model's attachment, or through one made for this call.
+    """One `generate` call on DScale: through the model's attachment, or through one made for this
+    call.
 
-    Arguments are `Attachment.generate`'s. `drafter` may be given only when the model is not attached.
-    """
+    Arguments are `Attachment.generate`'s. `drafter` may be given only when the model is not
+    attached."""
     attached: Attachment | None = model.__dict__.get("_dscale")
     if attached is not None:
         if drafter is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +36,12 @@ def load_model(
 
 
 def target_config(model: PreTrainedModel) -> TargetConfig:
-    """Read the decoder's shape from a loaded model, refusing by name what the target decoder cannot run.
+    """Read the decoder's shape from a loaded model, refusing by name what the target decoder
+    cannot run.
 
-    Raises ValueError for encoder-decoder models, families outside `FAMILIES`, sliding windows, activations other
-    than SiLU, rotary embeddings that change with length, and projections that are not plain `nn.Linear`.
-    """
+    Raises ValueError for encoder-decoder models, families outside `FAMILIES`, sliding windows,
+    activations other than SiLU, rotary embeddings that change with length, and projections that
+    are not plain `nn.Linear`."""
     config: Any = model.config
     family = getattr(config, "model_type", None)
     if getattr(config, "is_encoder_decoder", False):
@@ -85,7 +87,8 @@ def _check_placement(model: PreTrainedModel) -> None:
     dtypes = {p.dtype for p in model.parameters()}
     if len(dtypes) != 1 or not dtypes <= {torch.float32, torch.bfloat16, torch.float16}:
         raise ValueError(
-            f"model: expected one dtype of float32, bfloat16, float16, got {sorted(map(str, dtypes))}"
+            "model: expected one dtype of float32, bfloat16, float16, "
+            f"got {sorted(map(str, dtypes))}"
         )
     decoder: Any = model.model
     for index, layer in enumerate(decoder.layers):
@@ -103,9 +106,9 @@ def _check_placement(model: PreTrainedModel) -> None:
 def build_target(model: PreTrainedModel, taps: tuple[int, ...] = ()) -> Target:
     """Build the target over a loaded model's weights, in place and without a second copy.
 
-    Fused projections become the storage and the module's own parameters become views of it; `unfuse` gives each
-    parameter its own storage again. Everything is checked first, so a refusal leaves the model untouched.
-    """
+    Fused projections become the storage and the module's own parameters become views of it;
+    `unfuse` gives each parameter its own storage again. Everything is checked first, so a refusal
+    leaves the model untouched."""
     config = target_config(model)
     bad = [tap for tap in taps if not 0 <= tap < config.num_layers - 1]
     if bad:
@@ -147,10 +150,10 @@ def _layer_tensors(layer: Any) -> dict[str, Tensor | None]:
 def _fuse(linears: list[nn.Linear]) -> tuple[Tensor, Tensor | None]:
     """Stack the linears' weights (and biases) and turn each parameter into a view of the stack."""
 
-    def stack(parameters: list[nn.Parameter]) -> Tensor:
+    def stack(parameters: Sequence[Tensor]) -> Tensor:
         fused = torch.cat([p.data for p in parameters])
         for parameter, view in zip(
-            parameters, fused.split([p.shape[0] for p in parameters]), strict=True
+            parameters, torch.split(fused, [p.shape[0] for p in parameters]), strict=True
         ):
             parameter.data = view
         return fused

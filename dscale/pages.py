@@ -7,7 +7,8 @@ from dscale.compiled.kv import PAGE
 
 
 def pages_for(prompt_tokens: int, max_new_tokens: int) -> int:
-    """Pages a request reserves: its worst case, and two blocks because a draft block always writes 16 slots."""
+    """Pages a request reserves: its worst case, and two blocks because a draft block always writes
+    16 slots."""
     return -(-(prompt_tokens + max_new_tokens + 2 * VERIFY_TILE) // PAGE)
 
 

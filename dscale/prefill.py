@@ -16,10 +16,11 @@ from dscale.request import Request
 def chunks(
     requests: list[Request], size: int, device: torch.device, pad_tile: bool
 ) -> Iterator[tuple[list[int], Chunk]]:
-    """Yield (indices of the requests in it, chunk) until every prompt is done, `size` tokens of each at a time.
+    """Yield (indices of the requests in it, chunk) until every prompt is done, `size` tokens of
+    each at a time.
 
-    `pad_tile`: round the tile up to the wide tile (FlexAttention); the gathered route takes exact tiles.
-    """
+    `pad_tile`: round the tile up to the wide tile (FlexAttention); the gathered route takes exact
+    tiles."""
     longest = max(len(r.prompt) for r in requests)
     for start in range(0, longest, size):
         chosen = [i for i, r in enumerate(requests) if len(r.prompt) > start]

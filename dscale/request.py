@@ -11,9 +11,9 @@ from dscale.pages import pages_for
 class Request:
     """A prompt and how to continue it.
 
-    `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 are off. `seed` keys the sampling noise together
-    with the absolute position. `tokens` grows by each step's progress; `progress` has one entry per decode pass.
-    """
+    `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 are off. `seed` keys the sampling
+    noise together with the absolute position. `tokens` grows by each step's progress; `progress`
+    has one entry per decode pass."""
 
     prompt: list[int]
     max_new_tokens: int

@@ -8,8 +8,9 @@ import torch
 
 SUPPORTED = frozenset(
     {
-        "max_new_tokens", "max_length", "do_sample", "temperature", "top_k", "top_p", "min_p", "eos_token_id",
-        "pad_token_id", "bos_token_id", "return_dict_in_generate", "num_return_sequences",
+        "max_new_tokens", "max_length", "do_sample", "temperature", "top_k", "top_p", "min_p",
+        "eos_token_id", "pad_token_id", "bos_token_id", "return_dict_in_generate",
+        "num_return_sequences",
     }
 )  # fmt: skip
 """Fields of GenerationConfig that `generate` honours."""
@@ -58,7 +59,8 @@ REASONS = {
 
 
 def refuse_unsupported(generation_config: Any) -> None:
-    """Raise ValueError naming the first field of a merged config that asks for what is not supported."""
+    """Raise ValueError naming the first field of a merged config that asks for what is not
+    supported."""
     for name, value in vars(generation_config).items():
         if (
             name.startswith("_")
@@ -113,11 +115,11 @@ def _or(value: Any, default: Any) -> Any:
 
 
 def row_seeds(seed: int | list[int] | None, num_rows: int) -> list[int]:
-    """One noise seed per row: `seed + row` of an int, the list itself, or draws from torch's global generator.
+    """One noise seed per row: `seed + row` of an int, the list itself, or draws from torch's
+    global generator.
 
-    So `torch.manual_seed` makes a call reproducible, as it does for transformers. Raises ValueError for a list of
-    the wrong length or a seed outside int64.
-    """
+    So `torch.manual_seed` makes a call reproducible, as it does for transformers. Raises
+    ValueError for a list of the wrong length or a seed outside int64."""
     if seed is None:
         return [int(s) for s in torch.randint(0, 2**63 - 1, (num_rows,), dtype=torch.int64)]
     if isinstance(seed, int) and not isinstance(seed, bool):
@@ -126,7 +128,8 @@ def row_seeds(seed: int | list[int] | None, num_rows: int) -> list[int]:
         seeds = list(seed)
     else:
         raise ValueError(
-            f"seed: expected an int or a list of {num_rows} ints (one per returned row), got {seed!r}"
+            f"seed: expected an int or a list of {num_rows} ints (one per returned row), "
+            f"got {seed!r}"
         )
     for value in seeds:
         if not isinstance(value, int) or not -(2**63) <= value < 2**63:

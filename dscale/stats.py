@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 class Stats:
     """Totals since the engine was made (or `reset`).
 
-    `steps`: decode passes of the whole batch. `passes`: the same counted per request (target passes a request took
-    part in). `tokens`: tokens committed by decode passes; the first token of a request comes from its prefill.
-    `drafted`, `accepted`: candidates verified and kept, the successor not counted. `prompt_tokens`: prefilled.
-    """
+    `steps`: decode passes of the whole batch. `passes`: the same counted per request (target
+    passes a request took part in). `tokens`: tokens committed by decode passes; the first token of
+    a request comes from its prefill. `drafted`, `accepted`: candidates verified and kept, the
+    successor not counted. `prompt_tokens`: prefilled."""
 
     calls: int = 0
     requests: int = 0

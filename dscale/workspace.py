@@ -1,4 +1,5 @@
-"""Fixed-address device buffers: the request state, the pools, and one set of step buffers per lane bucket."""
+"""Fixed-address device buffers: the request state, the pools, and one set of step buffers per lane
+bucket."""
 
 from __future__ import annotations
 
@@ -23,13 +24,15 @@ def bucket_of(lanes: int) -> int:
 
 
 def fixed(tensor: Tensor) -> Tensor:
-    """Tell the compiler that a tensor keeps its address, so that graphs read and write it in place."""
+    """Tell the compiler that a tensor keeps its address, so that graphs read and write it in
+    place."""
     torch._dynamo.mark_static_address(tensor)
     return tensor
 
 
 class Workspace:
-    """Everything a step touches besides weights, for up to `max_requests` requests and `num_pages` pages.
+    """Everything a step touches besides weights, for up to `max_requests` requests and `num_pages`
+    pages.
 
     Slot `max_requests` is the idle slot: never live, all its pages are the scratch page.
     """
@@ -44,7 +47,7 @@ class Workspace:
         pages_per_request: int,
         stop_ids: int = STOP_IDS,
     ) -> None:
-        device, dtype = target.norm.device, target.norm.dtype  # type: ignore[union-attr]
+        device, dtype = target.norm.device, target.norm.dtype
         self.device, self.max_requests = device, max_requests
         self.num_pages, self.pages_per_request, self.stop_ids = (
             num_pages,

@@ -21,14 +21,15 @@ def mix64(x: Tensor) -> Tensor:
 
 
 def position_gumbel(seed: Tensor, position: Tensor, token: Tensor) -> Tensor:
-    """Standard Gumbel noise, float32, that depends on (request seed, absolute position, token id) and nothing else.
+    """Standard Gumbel noise, float32, that depends on (request seed, absolute position, token id)
+    and nothing else.
 
-    Three int64 tensors that broadcast together. Counter-based, so drafter, mode, budget and batch mates cannot
-    change what a request samples (docs/design.md, "Accept").
-    """
+    Three int64 tensors that broadcast together. Counter-based, so drafter, mode, budget and batch
+    mates cannot change what a request samples (docs/design.md, "Accept")."""
     key = mix64(mix64(seed + _GOLDEN) + position * _GOLDEN)
     bits = mix64(key + (token + 1) * _GOLDEN)
-    # 53 bits keep the upper tail exact where it matters: the noise is -log(E) of a small exponential E.
+    # 53 bits keep the upper tail exact where it matters: the noise is -log(E) of a small
+    # exponential E.
     uniform = ((bits >> 11) & ((1 << 53) - 1)).to(torch.float32) * 2.0**-53 + 2.0**-55
     return -torch.log(-torch.log1p(-torch.clamp(uniform, max=1.0 - 2.0**-24)))
 
@@ -36,14 +37,14 @@ def position_gumbel(seed: Tensor, position: Tensor, token: Tensor) -> Tensor:
 def accept_prefix(candidate: Tensor, length: Tensor, choice: Tensor) -> tuple[Tensor, Tensor]:
     """Accept the longest candidate prefix that the target chose too.
 
-    `candidate` [N, W - 1] int64: drafted tokens. `length` [N] int64: rows verified, k_i in 0..W (the anchor row
-    and k_i - 1 candidates). `choice` [N, W] int64: the token the target chose after the anchor and after each
-    candidate; argmax when greedy, the Gumbel-max draw when sampling, which keeps candidate x with probability
-    P(x) and else draws from P without x (paper, section III-D).
+    `candidate` [N, W - 1] int64: drafted tokens. `length` [N] int64: rows verified, k_i in 0..W
+    (the anchor row and k_i - 1 candidates). `choice` [N, W] int64: the token the target chose
+    after the anchor and after each candidate; argmax when greedy, the Gumbel-max draw when
+    sampling, which keeps candidate x with probability P(x) and else draws from P without x (paper,
+    section III-D).
 
-    Returns (accepted [N], successor [N]), int64: accepted candidates a_i in 0..k_i - 1 and the token after them.
-    Lanes with length 0 get 0 and their first choice; callers ignore them.
-    """
+    Returns (accepted [N], successor [N]), int64: accepted candidates a_i in 0..k_i - 1 and the
+    token after them. Lanes with length 0 get 0 and their first choice; callers ignore them."""
     width = choice.shape[1]
     index = torch.arange(width - 1, device=choice.device)
     match = (candidate == choice[:, :-1]) & (index < length[:, None] - 1)
