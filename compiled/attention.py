@@ -67,8 +67,7 @@ class Tile:
 
 
 def paged_mask(logical_NP: Tensor, context_N: Tensor, tile: Tile) -> MaskMod:
-    """Mask of physical keys: visible iff the page is the lane's and its position is within the
-    row's limit."""
+    """Mask of physical keys: visible iff the page is the lane's and the position within limits."""
     height, causal = tile.height, tile.causal
 
     def visible(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
@@ -80,48 +79,61 @@ def paged_mask(logical_NP: Tensor, context_N: Tensor, tile: Tile) -> MaskMod:
     return visible
 
 
-def block_mask(paging: Paging, tile: Tile, group: int, num_pages: int) -> BlockMask:
-    """Build the block mask from the page table, without a mask evaluation and without a host read.
+class BlockTables(NamedTuple):
+    """Which pages each query block reads, in FlexAttention's form; all layers share it.
 
-    Whole pages before the context's last one are full blocks, the rest partial, so that the mask
-    function runs on the tail only. The index tables span all physical pages because the CPU
-    lowering demands it."""
-    q_len, q_block = tile.height * group, tile.q_block(group)
-    num_blocks = -(-q_len // q_block)
+    `tail_count`, `full_count` int32 `[N, 1, B]`; `tail_index`, `full_index` int32 `[N, 1, B, P]`.
+    Full pages lie before the context's last one and skip the mask function, the tail runs it.
+    """
+
+    tail_count: Tensor
+    tail_index: Tensor
+    full_count: Tensor
+    full_index: Tensor
+
+
+def block_tables(paging: Paging, tile: Tile, group: int) -> BlockTables:
+    """Read the tables off the page table, without a mask evaluation and without a host read.
+
+    The index tables span all physical pages because FlexAttention's CPU lowering demands it.
+    """
+    logical_pages, num_pages = paging.page_NL.shape[1], paging.logical_NP.shape[1]
+    num_blocks = -(-tile.height * group // tile.q_block(group))
     full_N = paging.context_N // PAGE
-    used_N = torch.clamp(
-        (paging.context_N + tile.height + PAGE - 1) // PAGE, max=paging.page_NL.shape[1]
-    )
-    tail_NL = full_N[:, None] + torch.arange(paging.page_NL.shape[1], device=full_N.device)
-    tail_NL = torch.gather(
-        paging.page_NL, 1, torch.clamp(tail_NL, max=paging.page_NL.shape[1] - 1).long()
-    )
+    used_N = torch.clamp((paging.context_N + tile.height + PAGE - 1) // PAGE, max=logical_pages)
+    tail_NL = full_N[:, None] + torch.arange(logical_pages, device=full_N.device)
+    tail_NL = torch.gather(paging.page_NL, 1, torch.clamp(tail_NL, max=logical_pages - 1).long())
 
     def spread(index_NL: Tensor) -> Tensor:
-        index_NP = F.pad(index_NL, (0, num_pages - index_NL.shape[1]))
+        index_NP = F.pad(index_NL, (0, num_pages - logical_pages))
         return index_NP[:, None, None].expand(-1, 1, num_blocks, -1).contiguous()
 
     def count(count_N: Tensor) -> Tensor:
         return count_N.to(torch.int32)[:, None, None].expand(-1, 1, num_blocks).contiguous()
 
+    return BlockTables(
+        count(used_N - full_N), spread(tail_NL), count(full_N), spread(paging.page_NL)
+    )
+
+
+def block_mask(tables: BlockTables, paging: Paging, tile: Tile, group: int) -> BlockMask:
+    """The block mask of one forward from its tables and the page table."""
     return BlockMask.from_kv_blocks(
-        count(used_N - full_N),
-        spread(tail_NL),
-        count(full_N),
-        spread(paging.page_NL),
-        BLOCK_SIZE=(q_block, PAGE),
+        *tables,
+        BLOCK_SIZE=(tile.q_block(group), PAGE),
         mask_mod=paged_mask(paging.logical_NP, paging.context_N, tile),
-        seq_lengths=(q_len, num_pages * PAGE),
+        seq_lengths=(tile.height * group, paging.logical_NP.shape[1] * PAGE),
         compute_q_blocks=False,
     )
 
 
-def tile_mask(paging: Paging, tile: Tile, group: int, num_pages: int) -> BlockMask | Tensor:
-    """The mask every layer of one forward shares: a BlockMask, or the dense mask of the gathered
-    route."""
-    if tile.flex:
-        return block_mask(paging, tile, group, num_pages)
-    return gathered_mask(paging, tile, group)
+Visibility = BlockTables | Tensor
+"""What all layers of one forward share: block tables, or the gathered route's dense mask."""
+
+
+def visibility(paging: Paging, tile: Tile, group: int) -> Visibility:
+    """Work out once per forward which keys its rows see, in the form the tile's route needs."""
+    return block_tables(paging, tile, group) if tile.flex else gathered_mask(paging, tile, group)
 
 
 def attend(
@@ -130,10 +142,9 @@ def attend(
     rows: Rows,
     paging: Paging,
     tile: Tile,
-    mask: BlockMask | Tensor,
+    seen: Visibility,
 ) -> Tensor:
-    """Attention of packed rows over their requests' pages. Returns `[R, H * E]` in the dtype of
-    `q_RHE`."""
+    """Attend packed rows to their requests' pages: `[R, H * E]` in the dtype of `q_RHE`."""
     num_rows, num_heads, head_dim = q_RHE.shape
     kv_heads = pool[0].shape[1]
     group = num_heads // kv_heads
@@ -144,9 +155,10 @@ def attend(
         .permute(0, 2, 3, 1, 4)
         .reshape(lanes, kv_heads, group * height, head_dim)
     )
-    if isinstance(mask, Tensor):
-        out = gathered_attention(q_NKQE, pool, paging, mask)
+    if isinstance(seen, Tensor):
+        out = gathered_attention(q_NKQE, pool, paging, seen)
     else:
+        mask = block_mask(seen, paging, tile, group)
         key, value = (x.transpose(0, 1)[None] for x in pool)
         flex = flex_attention if q_RHE.device.type == "cpu" else compiled_flex
         out = flex(q_NKQE, key, value, block_mask=mask, kernel_options=kernel_options(tile, group))

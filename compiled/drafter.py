@@ -17,9 +17,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask
 
-from dscale.compiled.attention import Rows, Tile, attend, tile_mask
+from dscale.compiled.attention import Rows, Tile, Visibility, attend, visibility
 from dscale.compiled.kv import KVPool, Paging, write
 from dscale.compiled.layers import rms_norm, rotary_table, rotate, swiglu
 from dscale.compiled.target import Target
@@ -136,9 +135,9 @@ class Drafter(nn.Module):
         cos, sin = rotary_table(
             rows.position_R, self.inv_freq, self.config.rope_scaling, block_RD.dtype
         )
-        mask = tile_mask(paging, tile, self.group, pool.num_pages)
+        seen = visibility(paging, tile, self.group)
         for index in range(self.config.num_layers):
-            x = self.layer(index, x, cos, sin, rows, paging, pool, tile, mask)
+            x = self.layer(index, x, cos, sin, rows, paging, pool, tile, seen)
         return rms_norm(x, self.norm, self.config.rms_eps)
 
     def layer(
@@ -151,7 +150,7 @@ class Drafter(nn.Module):
         paging: Paging,
         pool: KVPool,
         tile: Tile,
-        mask: BlockMask | Tensor,
+        seen: Visibility,
     ) -> Tensor:
         """One pre-norm decoder layer over block rows `[R, D]`."""
         c, w = self.config, self.weights(index)
@@ -162,7 +161,7 @@ class Drafter(nn.Module):
         q, k = rms_norm(q, w.q_norm, c.rms_eps), rms_norm(k, w.k_norm, c.rms_eps)
         cache = pool.layer(index)
         write(cache, rows.slot_R, rotate(k, cos, sin), v)
-        out = attend(rotate(q, cos, sin), cache, rows, paging, tile, mask)
+        out = attend(rotate(q, cos, sin), cache, rows, paging, tile, seen)
         x = x + F.linear(out, w.o)
         return x + swiglu(rms_norm(x, w.post_norm, c.rms_eps), w.gate_up, None, w.down, None)
 

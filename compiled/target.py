@@ -12,9 +12,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask
 
-from dscale.compiled.attention import Rows, Tile, attend, tile_mask
+from dscale.compiled.attention import Rows, Tile, Visibility, attend, visibility
 from dscale.compiled.kv import KVPool, Paging, write
 from dscale.compiled.layers import frozen, rms_norm, rotary_table, rotate, swiglu
 
@@ -37,8 +36,8 @@ class TargetConfig:
     max_positions: int
 
 
-class LayerWeights(nn.Module):
-    """Weights of one decoder layer; query, key and value are fused, so are gate and up."""
+class Layer(nn.Module):
+    """One pre-norm decoder layer; query, key and value are fused, so are gate and up."""
 
     input_norm: Tensor
     qkv: Tensor
@@ -53,13 +52,43 @@ class LayerWeights(nn.Module):
     down: Tensor
     down_bias: Tensor | None
 
-    def __init__(self, tensors: dict[str, Tensor | None]) -> None:
+    def __init__(self, config: TargetConfig, tensors: dict[str, Tensor | None]) -> None:
         super().__init__()
+        self.config = config
         for name in (
             "input_norm", "qkv", "qkv_bias", "q_norm", "k_norm", "o", "o_bias",
             "post_norm", "gate_up", "gate_up_bias", "down", "down_bias",
         ):  # fmt: skip
             self.register_parameter(name, frozen(tensors.get(name)))
+
+    # Every layer is the same graph: compiled once and stamped out, which takes a fraction of the
+    # time of compiling each (docs/design.md, "Graph rules").
+    @torch.compiler.nested_compile_region
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        rows: Rows,
+        paging: Paging,
+        key_pool: Tensor,
+        value_pool: Tensor,
+        tile: Tile,
+        seen: Visibility,
+    ) -> Tensor:
+        """Packed rows `[R, D]` through the layer; their keys and values go to the pool."""
+        c, pool, num_rows = self.config, (key_pool, value_pool), x.shape[0]
+        qkv = F.linear(rms_norm(x, self.input_norm, c.rms_eps), self.qkv, self.qkv_bias)
+        q, k, v = torch.split(
+            qkv.view(num_rows, -1, c.head_dim), [c.num_heads, c.num_kv_heads, c.num_kv_heads], 1
+        )
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = rms_norm(q, self.q_norm, c.rms_eps), rms_norm(k, self.k_norm, c.rms_eps)
+        write(pool, rows.slot_R, rotate(k, cos, sin), v)
+        out = attend(rotate(q, cos, sin), pool, rows, paging, tile, seen)
+        x = x + F.linear(out, self.o, self.o_bias)
+        normed = rms_norm(x, self.post_norm, c.rms_eps)
+        return x + swiglu(normed, self.gate_up, self.gate_up_bias, self.down, self.down_bias)
 
 
 class Target(nn.Module):
@@ -85,7 +114,7 @@ class Target(nn.Module):
         self.config, self.taps = config, taps
         for name, weight in (("embedding", embedding), ("norm", norm), ("head", head)):
             self.register_parameter(name, frozen(weight))
-        self.layers = nn.ModuleList(LayerWeights(tensors) for tensors in layers)
+        self.layers = nn.ModuleList(Layer(config, tensors) for tensors in layers)
         self.register_buffer("inv_freq", inv_freq.float(), persistent=False)
 
     @property
@@ -111,39 +140,11 @@ class Target(nn.Module):
         1]`), or None without taps."""
         x = self.embed(token_R)
         cos, sin = rotary_table(rows.position_R, self.inv_freq, self.config.rope_scaling, x.dtype)
-        mask = tile_mask(paging, tile, self.group, pool.num_pages)
+        seen = visibility(paging, tile, self.group)
         tapped: dict[int, Tensor] = {}
         for index, layer in enumerate(self.layers):
-            assert isinstance(layer, LayerWeights)
-            x = self.layer(layer, x, cos, sin, rows, paging, pool.layer(index), tile, mask)
+            x = layer(x, cos, sin, rows, paging, *pool.layer(index), tile, seen)
             if index in self.taps:
                 tapped[index] = x
         taps = torch.cat([tapped[i] for i in self.taps], -1) if self.taps else None
         return rms_norm(x, self.norm, self.config.rms_eps), taps
-
-    def layer(
-        self,
-        w: LayerWeights,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        rows: Rows,
-        paging: Paging,
-        pool: tuple[Tensor, Tensor],
-        tile: Tile,
-        mask: BlockMask | Tensor,
-    ) -> Tensor:
-        """One pre-norm decoder layer over packed rows `[R, D]`."""
-        c = self.config
-        num_rows = x.shape[0]
-        qkv = F.linear(rms_norm(x, w.input_norm, c.rms_eps), w.qkv, w.qkv_bias)
-        q, k, v = torch.split(
-            qkv.view(num_rows, -1, c.head_dim), [c.num_heads, c.num_kv_heads, c.num_kv_heads], 1
-        )
-        if w.q_norm is not None and w.k_norm is not None:
-            q, k = rms_norm(q, w.q_norm, c.rms_eps), rms_norm(k, w.k_norm, c.rms_eps)
-        write(pool, rows.slot_R, rotate(k, cos, sin), v)
-        out = attend(rotate(q, cos, sin), pool, rows, paging, tile, mask)
-        x = x + F.linear(out, w.o, w.o_bias)
-        normed = rms_norm(x, w.post_norm, c.rms_eps)
-        return x + swiglu(normed, w.gate_up, w.gate_up_bias, w.down, w.down_bias)

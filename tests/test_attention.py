@@ -7,7 +7,7 @@ import torch
 from paged import shuffled_paging, slots
 from torch import Tensor
 
-from dscale.compiled.attention import Rows, Tile, attend, block_mask, tile_mask
+from dscale.compiled.attention import Rows, Tile, attend, block_mask, block_tables, visibility
 from dscale.compiled.kv import Paging, slots_of, write
 
 CONTEXT = [0, 5, 127, 128, 200]
@@ -83,7 +83,7 @@ def test_both_routes_equal_dense_attention(group: int, tile: Tile) -> None:
     expected = dense(q_RHE, pool, rows, paging, tile)
     for flex in (False, True):
         route = Tile(height=full, causal=tile.causal, flex=flex)
-        mask = tile_mask(paging, route, group, NUM_PAGES)
+        mask = visibility(paging, route, group)
         assert isinstance(mask, Tensor) is not flex
         out = attend(q_RHE, pool, rows, paging, route, mask)
         assert out.sub(expected)[:-1].abs().max() < 1e-5, f"{flex=}"
@@ -95,7 +95,7 @@ def test_block_tables_list_whole_context_pages_as_full_and_the_tail_as_partial(
     group: int, tile: Tile
 ) -> None:
     paging = shuffled_paging(CONTEXT, PAGES, NUM_PAGES)
-    mask = block_mask(paging, tile, group, NUM_PAGES)
+    mask = block_mask(block_tables(paging, tile, group), paging, tile, group)
     num_blocks = mask.kv_num_blocks.shape[-1]
     assert num_blocks * mask.BLOCK_SIZE[0] >= tile.height * group
     for lane, context in enumerate(CONTEXT):
@@ -119,7 +119,7 @@ def test_block_tables_list_whole_context_pages_as_full_and_the_tail_as_partial(
 @TILES
 def test_mask_function_equals_its_dense_twin(group: int, tile: Tile) -> None:
     paging = shuffled_paging(CONTEXT, PAGES, NUM_PAGES)
-    mask_mod = block_mask(paging, tile, group, NUM_PAGES).mask_mod
+    mask_mod = block_mask(block_tables(paging, tile, group), paging, tile, group).mask_mod
     q, kv = torch.arange(tile.height * group)[:, None], torch.arange(NUM_PAGES * 128)
     for lane, context in enumerate(CONTEXT):
         twin = torch.zeros(tile.height, NUM_PAGES * 128, dtype=torch.bool)
@@ -156,6 +156,6 @@ def test_an_idle_lane_on_the_scratch_page_stays_finite(flex: bool) -> None:
         rows,
         paging,
         tile,
-        tile_mask(paging, tile, 3, NUM_PAGES),
+        visibility(paging, tile, 3),
     )
     assert out.isfinite().all()
