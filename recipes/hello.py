@@ -60,23 +60,24 @@ def main() -> int:
     requests = [encode(tokenizer, row["prompt"], device) for row in prompts]
     print(f"SmolLM2-135M-Instruct, float32, {device}, {torch.get_num_threads()} threads, greedy")
 
-    timed(model.generate, requests[0], max_new_tokens=8)  # warm-up, not counted
-    plain = [timed(model.generate, request, **options) for request in requests]
-
+    plain_generate = model.generate
     spec = dscale.attach(model, drafter=args.drafter or dscale.demo.drafter(), budget=args.budget)
     width = "16 (full)" if args.budget is None else str(args.budget)
-    print(f"DScale: 16-token draft blocks, {width} rows verified per request and pass")
-    timed(model.generate, requests[0], max_new_tokens=8)
-    fast, passes, committed = [], 0, 0
-    for row, request, reference in zip(prompts, requests, plain, strict=True):
+    print(f"DScale: blocks of 16, {width} rows verified per request and pass")
+    for generate in (plain_generate, model.generate):
+        timed(generate, requests[0], max_new_tokens=8)  # warm-up, not counted
+    plain: list[Run] = []
+    fast: list[Run] = []
+    passes, committed = 0, 0
+    for row, request in zip(prompts, requests, strict=True):
         print(f"\n--- {row['prompt']}\n")
         streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
         before = (spec.stats.passes, spec.stats.tokens)
-        run = timed(model.generate, request, streamer=streamer, **options)
+        fast.append(timed(model.generate, request, streamer=streamer, **options))
         num_passes, num_tokens = spec.stats.passes - before[0], spec.stats.tokens - before[1]
-        report("this answer", [reference], [run], num_tokens / max(num_passes, 1))
+        plain.append(timed(plain_generate, request, **options))
+        report("this answer", plain[-1:], fast[-1:], num_tokens / max(num_passes, 1))
         passes, committed = passes + num_passes, committed + num_tokens
-        fast.append(run)
     spec.detach()
     print()
     return 0 if report("all answers", plain, fast, committed / max(passes, 1)) else 1
