@@ -1,6 +1,6 @@
 """One training step's input: which sequences, which anchors, which rows have which label.
 
-All of it is decided on the host, from lengths and flags, so that a step never waits for the device.
+All of it is decided on the host, from lengths and flags, so a step never waits for the device.
 
 Shapes: T response tokens, B sequences, A anchors, S context positions, R loss rows, K label
 tokens, F = taps * D.
@@ -29,7 +29,7 @@ class Batch:
 
 
 def draw_anchors(cache: FeatureCache, part: Ints, count: int, rng: np.random.Generator) -> Ints:
-    """Draw `count` different response offsets of each sequence `[B, count]`, -1 where it has fewer.
+    """Draw `count` different response offsets of each sequence `[B, count]`, -1 past its last.
 
     Offset o of a response of n tokens can be an anchor when o <= n - 2: something follows it.
     """

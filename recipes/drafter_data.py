@@ -1,4 +1,4 @@
-"""Training text of a drafter: prompts, which responses to ask for, loops, and the files it lives in."""
+"""A drafter's training text: prompts, the responses to ask for, loops, and its files."""
 
 import json
 import re
@@ -185,7 +185,7 @@ def keep_response(tokens: Tokens, *, loops: str, shortest: int = 3) -> tuple[Tok
 
 
 def word_grams(text: str, width: int = 13) -> set[tuple[str, ...]]:
-    """The runs of `width` words in a text, lower case, without punctuation and our two wrappers."""
+    """The runs of `width` words of a text, in lower case, without our two wrappers."""
     text = text.replace(MATHS_SUFFIX.strip(), " ").replace(CODE_PREFIX.strip(), " ")
     words = re.findall(r"\w+", text.lower())
     return {tuple(words[i : i + width]) for i in range(len(words) - width + 1)}
@@ -201,14 +201,14 @@ def excluded_grams(paths: Iterable[Path]) -> set[tuple[str, ...]]:
 
 
 def save_corpus(corpus: Corpus, folder: Path, *, vocab_size: int) -> list[Path]:
-    """Write `corpus-0.npz` (prompts) and up to four `corpus-N.npz` (responses), 15 MiB each at most.
+    """Write `corpus-0.npz` (prompts) and one to four `corpus-N.npz` (responses), <= 15 MiB.
 
     Raises ValueError, before it writes, when the responses need more files than that.
     """
     folder.mkdir(parents=True, exist_ok=True)
     kind = np.uint16 if vocab_size <= 1 << 16 else np.uint32
     meta = [[p.id, p.source, p.split, p.text] for p in corpus.prompts]
-    head = {
+    head: dict[str, Any] = {
         "meta": np.frombuffer(json.dumps(meta).encode(), np.uint8),
         "done_batches": np.asarray(corpus.done_batches),
         **_flat([p.tokens for p in corpus.prompts], kind),

@@ -30,7 +30,7 @@ class FeatureCache:
     Device: `feature_NF`; `token_TK`, `mass_TK`: the target's most likely tokens at each response
     position and their probabilities, renormalised, most likely first. Host: `start`, `length` of
     the prompt and the response of each sequence (`prompt_start` and `response_start` count rows of
-    `feature_NF`, `label_start` counts rows of `token_TK`), `token_T`, and `agree_T`: the response's
+    `feature_NF`, `label_start` those of `token_TK`), `token_T`, and `agree_T`: the response's
     token is the target's first choice. `label_T`: the column of the response's own token.
     """
 
@@ -95,7 +95,8 @@ def build_cache(
 
 def _fitting(corpus: Corpus, chosen: Sequence[int], max_rows: float, name: str) -> list[int]:
     seen: set[int] = set()
-    total, kept = 0, []
+    total = 0
+    kept: list[int] = []
     for index in chosen:
         prompt = corpus.prompt_of[index]
         total += len(corpus.responses[index])

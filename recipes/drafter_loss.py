@@ -84,7 +84,7 @@ def soft_cross_entropy(
             f"token_RK, mass_RK: expected [{hidden_RD.shape[0]}, K] both, "
             f"got {list(token_RK.shape)} and {list(mass_RK.shape)}"
         )
-    loss: Tensor = _SoftCrossEntropy.apply(
+    loss: Tensor = _SoftCrossEntropy.apply(  # type: ignore[no-untyped-call]
         hidden_RD, head_VD, token_RK, mass_RK, weight_R, rows, function
     )
     return loss

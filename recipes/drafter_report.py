@@ -1,4 +1,4 @@
-"""What a training run leaves behind: the drafter's folder, its model card, and measured figures."""
+"""What a training run leaves: the drafter's folder, its model card, and measured figures."""
 
 import json
 from collections.abc import Sequence
@@ -122,24 +122,24 @@ def model_card(report: dict[str, Any], shape: DrafterShape) -> str:
     lines = [
         f"# DFlash drafter for {options['model_name']}",
         "",
-        f"{shape.num_layers} layers, {report['parameters'] / 1e6:.1f}M parameters, bfloat16, z-lab's "
-        f"checkpoint format. Block of {shape.block_size}, target layers "
-        f"{', '.join(map(str, shape.taps))}, mask token {shape.mask_token_id}. Embedding and LM head "
-        "are the target's. Trained with `recipes/train_drafter.py`.",
+        f"{shape.num_layers} layers, {report['parameters'] / 1e6:.1f}M parameters, bfloat16, "
+        f"z-lab's checkpoint format. Block of {shape.block_size}, target layers "
+        f"{', '.join(map(str, shape.taps))}, mask token {shape.mask_token_id}. Embedding and "
+        "LM head are the target's. Trained with `recipes/train_drafter.py`.",
         "",
         "## Tokens per pass",
         "",
         "Committed tokens over target passes in decode, greedy, at most "
-        f"{options['max_new']} new tokens. An answer loops when it has an 8-gram more than 4 times.",
+        f"{options['max_new']} new tokens. An answer loops when an 8-gram comes over 4 times.",
         "",
         *_table(report),
         "## Data",
         "",
-        f"{corpus['train_responses']:,} responses ({corpus['train_tokens']:,} tokens) that the target "
-        f"wrote itself to training prompts; {corpus['greedy']:,} greedy, the others sampled at "
-        f"temperatures {options['temperatures']}; {corpus['cut_loops']:,} cut where they began to "
-        "loop. Prompts are disjoint from the measured sets; those the target wrote itself (`self_*`) "
-        "share no 13 words in a row with them.",
+        f"{corpus['train_responses']:,} responses ({corpus['train_tokens']:,} tokens) that "
+        f"the target wrote itself to training prompts: {corpus['greedy']:,} greedy, the others "
+        f"sampled at temperatures {options['temperatures']}; {corpus['cut_loops']:,} were cut "
+        "where they began to loop. Prompts are disjoint from the measured sets; those the target "
+        "wrote (`self_*`) share no 13 words in a row with them.",
         "",
         "| source | responses | tokens |",
         "| --- | ---: | ---: |",
@@ -150,10 +150,11 @@ def model_card(report: dict[str, Any], shape: DrafterShape) -> str:
         "",
         "## Training",
         "",
-        f"{train['steps']:,} steps of {options['sequences']} sequences x {options['anchors']} anchors "
-        f"({train['epochs']:.1f} epochs) in {train['seconds']:.0f} s on {report['device']}; "
-        f"{options['optimizer']}, peak learning rate {options['lr']}, cosine to {options['final_lr']} "
-        f"of it; weights exp(-(k - 1) / {options['gamma']:g}); labels: "
+        f"{train['steps']:,} steps of {options['sequences']} sequences x "
+        f"{options['anchors']} anchors ({train['epochs']:.1f} epochs) "
+        f"in {train['seconds']:.0f} s on {report['device']}; "
+        f"{options['optimizer']}, peak learning rate {options['lr']}, cosine to "
+        f"{options['final_lr']} of it; weights exp(-(k - 1) / {options['gamma']:g}); labels: "
         + ("the target's greedy choice" if options["greedy_labels"] else "the response's token")
         + f", {options['kl']:g} of the weight on its distribution.",
         "",

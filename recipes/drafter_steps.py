@@ -14,7 +14,7 @@ of SmolLM2's shape, about 22,000 loss rows, bfloat16), to compare with the measu
 import math
 import shutil
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,23 @@ class TrainOptions:
     seed: int = 0
 
 
+@dataclass(slots=True)
+class Progress:
+    """What a checkpoint holds beside weights and optimisers; `step` fixes the data order."""
+
+    step: int = 0
+    total: int = 0
+    seconds: float = 0.0
+    history: list[dict[str, Any]] = field(default_factory=list)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.__slots__}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name in self.__slots__:
+            setattr(self, name, state[name])
+
+
 class StageTimes:
     """Mean milliseconds of the named parts of some steps, by events that nobody waits for."""
 
@@ -59,7 +76,7 @@ class StageTimes:
         if not self.cuda:
             self.marks.append((name, time.perf_counter()))
             return
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         self.marks.append((name, event))
 
@@ -78,9 +95,9 @@ class StageTimes:
 
 def build_optimizers(drafter: TrainableDrafter, options: TrainOptions) -> list[Any]:
     """AdamW for everything, or Muon for the matrices with AdamW for the norms."""
-    decay = {"lr": options.lr, "weight_decay": options.weight_decay}
+    decay: dict[str, Any] = {"lr": options.lr, "weight_decay": options.weight_decay}
     fused = next(drafter.parameters()).is_cuda
-    adamw = {"lr": options.lr, "betas": (0.9, 0.95), "fused": fused}
+    adamw: dict[str, Any] = {"lr": options.lr, "betas": (0.9, 0.95), "fused": fused}
     matrices = [p for p in drafter.parameters() if p.ndim == 2]
     norms = [p for p in drafter.parameters() if p.ndim < 2]
     if options.optimizer == "adamw":

@@ -3,7 +3,6 @@
 import json
 import math
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,26 +16,16 @@ from drafter_features import FeatureCache, Ints
 from drafter_loss import Chunk, chunk_loss, soft_cross_entropy
 from drafter_model import TrainableDrafter
 from drafter_replay import replay
-from drafter_steps import StageTimes, TrainOptions, build_optimizers, learning_rate, remove
+from drafter_steps import (
+    Progress,
+    StageTimes,
+    TrainOptions,
+    build_optimizers,
+    learning_rate,
+    remove,
+)
 from torch import Tensor
 from tqdm import tqdm
-
-
-@dataclass(slots=True)
-class Progress:
-    """What a checkpoint holds beside weights and optimisers; the data order follows from `step`."""
-
-    step: int = 0
-    total: int = 0
-    seconds: float = 0.0
-    history: list[dict[str, Any]] = field(default_factory=list)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.__slots__}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name in self.__slots__:
-            setattr(self, name, state[name])
 
 
 class Trainer:
@@ -209,6 +198,7 @@ class Trainer:
             bar.update()
             if timed and p.step % 1000 == 500 and timer is not None:
                 self.times = timer.read()
+                self.say(f"milliseconds of a step: {json.dumps(self.times)}")
             if p.step % o.log_every and p.step != p.total:
                 continue
             p.seconds = before + time.monotonic() - began
@@ -290,7 +280,7 @@ class Trainer:
         self.accelerator.wait_for_everyone()
 
     def resume(self, folder: Path) -> bool:
-        """Load the checkpoint in `folder`, if there is one; the next step is as if never stopped."""
+        """Load the checkpoint in `folder`, if there is one; the run is as if never stopped."""
         if not (folder / "state").is_dir():
             return False
         self.accelerator.load_state(str(folder / "state"))

@@ -10,12 +10,13 @@ training goes on from its checkpoint when it is started again. Also runs under `
 import argparse
 import json
 import math
-from dataclasses import asdict, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import drafter_data as data
 import drafter_generate as generation
+import drafter_prompts
 import drafter_report as reporting
 import torch
 from accelerate import Accelerator
@@ -25,17 +26,19 @@ from drafter_features import FeatureCache, build_cache, feature_scale
 from drafter_model import TrainableDrafter, shape_for
 from drafter_steps import TrainOptions
 from drafter_training import Trainer
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dscale.demo
 
 HELD_OUT = {"gsm8k_train": 64, "mbpp_train": 32, "mbpp_train_stub": 32}
+WARM_UP = "What is the capital of France? Answer with one word."
 HELD_OUT_SELF = {"self_maths": 64, "self_code": 64}
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line; see `--help`."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--stages", default="generate,train,evaluate")
     add("--out", type=Path, required=True)
@@ -60,6 +63,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--mask-id", type=int, default=16)
     add("--block", type=int, default=16)
     add("--init", choices=["target", "random"], default="target")
+    add("--start-from", type=Path, default=None, help="a drafter folder to go on from")
     add("--num-labels", type=int, default=32, help="target tokens kept of each distribution")
     add("--cache-gb", type=float, default=100.0, help="device memory for target features")
     add("--pass-tokens", type=int, default=65536 if torch.cuda.is_available() else 2048)
@@ -104,17 +108,18 @@ def generate(args: argparse.Namespace, model: Any, tokenizer: Any) -> dict[str, 
         read = {"max_tokens": 2 * args.max_prompt, "limit": args.eval_limit}
         corpus.prompts += data.load_prompts(tokenizer, args.eval, split="eval", **read)
         data.hold_out(corpus.prompts, HELD_OUT)
-    longest = 2 * args.max_prompt
-    pool = generation.pool_tokens_for([longest] * args.gen_batch, args.gen_batch, args.max_new)
-    opened = (
-        generation.dscale_generator(model, pool)
-        if args.generator == "dscale"
-        else generation.transformers_generator(model, rows=args.gen_batch, longest=longest)
-    )
+    longest, rows = 2 * args.max_prompt, args.gen_batch
+    if args.generator == "dscale":
+        warm = data.tokenize(tokenizer, [data.chat_prefix(tokenizer, WARM_UP)])[0]
+        opened = generation.dscale_generator(
+            model, rows=rows, longest=longest + args.max_new, warm=warm
+        )
+    else:
+        opened = generation.transformers_generator(model, rows=rows, longest=longest)
     found: dict[str, Any] = {}
     with opened as ask:
         if args.self_prompts and not began_before:
-            found["self_prompts"] = generation.make_prompts(
+            found["self_prompts"] = drafter_prompts.make_prompts(
                 corpus,
                 tokenizer,
                 ask,
@@ -185,9 +190,15 @@ def train(
     drafter = TrainableDrafter(shape, longest=longest + args.pad_length)
     decoder = model.get_decoder()
     drafter.start_from(decoder.layers, decoder.norm.weight, copy=args.init == "target")
+    if args.start_from is not None:
+        saved = load_file(args.start_from / "model.safetensors")
+        drafter.load_state_dict({name: t.float() for name, t in saved.items()}, strict=False)
     held = make_cache(args, model, corpus, corpus.select("val", greedy=True), drafter, "val")
     cache = make_cache(args, model, corpus, corpus.select("train"), drafter, "train")
     drafter.feature_scale.copy_(feature_scale(cache).cpu())
+    if args.start_from is not None:
+        with torch.no_grad():
+            drafter.fc.weight /= drafter.feature_scale
     options = TrainOptions(**{f.name: getattr(args, f.name) for f in fields(TrainOptions)})
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     trainer = Trainer(accelerator, drafter, embedding, head, cache, held, options)
@@ -218,7 +229,7 @@ def replays(
     args: argparse.Namespace, model: Any, corpus: Corpus, drafter: Any, trainer: Trainer
 ) -> dict[str, Any]:
     """Replayed figures on held-out prompts and measured sets, by source, loops excluded."""
-    out = {}
+    out: dict[str, Any] = {}
     for split in ("val", "eval"):
         chosen = corpus.select(split, greedy=True)
         chosen = [i for i in chosen if len(corpus.responses[i]) > 1]
