@@ -1,8 +1,9 @@
 """DScale decodes Hugging Face causal language models faster, token for token the same."""
 
+from dscale import demo
 from dscale.config import EngineConfig
 from dscale.generate import Attachment, attach, generate
 from dscale.stats import Stats
 
 __version__ = "0.1.0"
-__all__ = ["Attachment", "EngineConfig", "Stats", "attach", "generate"]
+__all__ = ["Attachment", "EngineConfig", "Stats", "attach", "demo", "generate"]

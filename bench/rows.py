@@ -1,0 +1,47 @@
+"""Result rows: what every row of bench/results carries, and how the files are written."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def environment(commit: str | None = None) -> dict[str, Any]:
+    """GPU (or CPU), versions, commit and date, as every row of bench/results carries them."""
+    cuda = torch.cuda.is_available()
+    try:
+        import triton
+
+        triton_version: str | None = triton.__version__
+    except ImportError:
+        triton_version = None
+    return {
+        "gpu": torch.cuda.get_device_name(0) if cuda else "none (CPU)",
+        "torch": torch.__version__,
+        "triton": triton_version,
+        "transformers": transformers.__version__,
+        "commit": commit or head_commit(),
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def head_commit() -> str:
+    """The checked-out commit, "unknown" outside a git checkout."""
+    done = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    )
+    return done.stdout.strip() or "unknown"
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Write rows as a JSON list, one row a line, so that a diff shows which result changed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
