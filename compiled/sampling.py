@@ -47,19 +47,19 @@ def choose(logit_RV: Tensor, position_R: Tensor, sampling: Sampling, chooser: Ch
     are cut by sort order. Rows with temperature 0 are greedy."""
     if not chooser.sample:
         return logit_RV.argmax(-1)
-    vocab = logit_RV.shape[-1]
-    scaled = (
-        logit_RV.float()
-        / torch.where(sampling.temperature > 0, sampling.temperature, 1.0)[:, None]
-    )
+    vocab, temperature = logit_RV.shape[-1], sampling.temperature[:, None]
     if chooser.max_candidates:
-        value_RC, token_RC = torch.topk(scaled, min(chooser.max_candidates, vocab), dim=-1)
-        value_RC = torch.where(kept_candidates(value_RC, sampling), value_RC, -torch.inf)
+        top_RC, token_RC = torch.topk(logit_RV, min(chooser.max_candidates, vocab), dim=-1)
+        value_RC = top_RC.float()
+        # Of the differences to the best, so that a tiny temperature cannot overflow to infinity.
+        scaled = (value_RC - value_RC[:, :1]) / torch.clamp(temperature, min=1e-30)
+        value_RC = torch.where(kept_candidates(scaled, sampling), value_RC, -torch.inf)
     else:
-        value_RC, token_RC = scaled, torch.arange(vocab, device=scaled.device).expand_as(scaled)
+        value_RC = logit_RV.float()
+        token_RC = torch.arange(vocab, device=logit_RV.device).expand_as(logit_RV)
     noise = position_gumbel(sampling.seed[:, None], position_R[:, None], token_RC)
-    noise = torch.where(sampling.temperature[:, None] > 0, noise, 0.0)
-    best = (value_RC + noise).argmax(-1, keepdim=True)
+    # Scaling the noise up instead of the logits down is the same choice, and greedy at 0.
+    best = (value_RC + temperature * noise).argmax(-1, keepdim=True)
     return torch.gather(token_RC, 1, best)[:, 0]
 
 

@@ -115,7 +115,10 @@ def tiny_drafter(folder: Path, model: Any, *, seed: int = 0, **changes: Any) -> 
 
 
 def script(
-    monkeypatch: pytest.MonkeyPatch, reference: list[list[int]], right_for: RightFor
+    monkeypatch: pytest.MonkeyPatch,
+    reference: list[list[int]],
+    right_for: RightFor,
+    vocab: int = VOCAB,
 ) -> None:
     """Make every drafter propose the reference's tokens, wrong from candidate `right_for` on.
 
@@ -130,7 +133,7 @@ def script(
             assert int(requests.anchor_S[slot]) == reference[slot][context]
             block = reference[slot][context + 1 : context + 16]
             right = right_for(slot, context)
-            wrong = [(token + 1) % VOCAB for token in block[right:]]
+            wrong = [(token + 1) % vocab for token in block[right:]]
             row = block[:right] + wrong + [0] * (15 - len(block))
             step.candidate_NC[lane] = torch.tensor(row)
 
