@@ -226,8 +226,8 @@ def test_loss_falls_and_drafts_get_accepted(
     trainer = make_trainer(target, cache, shape, steps=150, log_every=15, validate_every=150)
     before = trainer.replay(cache)["all"]["tokens_per_pass"]
     trainer.run(tmp_path)
-    losses = [h["loss"] for h in trainer.progress.history]
-    assert losses[-1] < 0.75 * losses[0]
+    history = trainer.progress.history
+    assert history[-1]["loss"] < 0.75 * history[0]["loss"]
     assert trainer.replay(cache)["all"]["tokens_per_pass"] > max(1.3, before + 0.2)
 
 
@@ -241,9 +241,8 @@ def test_training_time_sets_the_number_of_steps(
 
 def test_walk_counts_passes_as_decoding_does(cache: FeatureCache) -> None:
     lead = np.zeros(len(cache.token_T), np.int64)
-    size, start = int(cache.response_length[0]), int(cache.label_start[0])
-    lead[start], lead[start + 3] = 2, 1
-    rest = sum(int(n) - 1 for n in cache.response_length[1:])
+    size, rest = int(cache.response_length[0]), int((cache.response_length[1:] - 1).sum())
+    lead[0], lead[3] = 2, 1
     got = replaying.walk(cache, lead, ["a"] + ["b"] * (cache.num_sequences - 1))
     # Passes: 3 tokens, 2 tokens, then one a pass.
     assert got["a"]["tokens_per_pass"] == pytest.approx((size - 1) / (2 + size - 6), abs=1e-4)
@@ -254,8 +253,7 @@ def test_walk_counts_passes_as_decoding_does(cache: FeatureCache) -> None:
 def test_saved_folder_has_the_format_of_zlab(
     cache: FeatureCache, shape: DrafterShape, tmp_path: Path
 ) -> None:
-    drafter = scrambled(shape, cache)
-    save(drafter, tmp_path)
+    save(drafter := scrambled(shape, cache), tmp_path)
     d, e, h, k, f = 24, 4, 6, 2, 40
     wanted = {"fc.weight": [d, 2 * d], "hidden_norm.weight": [d], "norm.weight": [d]}
     for index in range(2):
