@@ -43,6 +43,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--stages", default="generate,train,evaluate")
     add("--out", type=Path, required=True)
     add("--model", default="smollm2", help="'smollm2' (embedded), or a folder or Hub id")
+    add("--model-name", default="SmolLM2-135M-Instruct", help="what the model card calls it")
     add("--prompts", type=Path, nargs="*", default=[], help=".jsonl(.gz): id, source, prompt")
     add("--eval", type=Path, nargs="*", default=[], help="measured sets, never trained on")
     add("--exclude", type=Path, nargs="*", default=[], help="more sets self-made prompts avoid")
@@ -258,9 +259,10 @@ def main(argv: list[str] | None = None) -> None:
     report: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
     device = accelerator.device
     report["device"] = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
-    name = "SmolLM2-135M-Instruct" if args.model == "smollm2" else args.model
     values = {k: v for k, v in vars(args).items() if not isinstance(v, float) or math.isfinite(v)}
-    report["options"] = json.loads(json.dumps({**values, "model_name": name}, default=str))
+    report["options"] = json.loads(
+        json.dumps({**values, "model_name": args.model_name}, default=str)
+    )
     report["torch"] = torch.__version__
     if "generate" in stages and accelerator.is_main_process:
         report["generate"] = generate(args, model, tokenizer)
