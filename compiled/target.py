@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from dscale.compiled.attention import Rows, Tile, Visibility, attend, visibility
 from dscale.compiled.kv import KVPool, Paging, write
-from dscale.compiled.layers import frozen, rms_norm, rotary_table, rotate, swiglu
+from dscale.compiled.layers import frozen, rms_norm, rotary_table, rotate
+from dscale.compiled.packed import linear, pack
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +56,7 @@ class Layer(nn.Module):
     def __init__(self, config: TargetConfig, tensors: dict[str, Tensor | None]) -> None:
         super().__init__()
         self.config = config
+        self.packed: dict[str, Tensor] = {}
         for name in (
             "input_norm", "qkv", "qkv_bias", "q_norm", "k_norm", "o", "o_bias",
             "post_norm", "gate_up", "gate_up_bias", "down", "down_bias",
@@ -78,7 +80,9 @@ class Layer(nn.Module):
     ) -> Tensor:
         """Packed rows `[R, D]` through the layer; their keys and values go to the pool."""
         c, pool, num_rows = self.config, (key_pool, value_pool), x.shape[0]
-        qkv = F.linear(rms_norm(x, self.input_norm, c.rms_eps), self.qkv, self.qkv_bias)
+        packed = self.packed.get
+        normed = rms_norm(x, self.input_norm, c.rms_eps)
+        qkv = linear(normed, self.qkv, self.qkv_bias, packed("qkv"))
         q, k, v = torch.split(
             qkv.view(num_rows, -1, c.head_dim), [c.num_heads, c.num_kv_heads, c.num_kv_heads], 1
         )
@@ -86,9 +90,15 @@ class Layer(nn.Module):
             q, k = rms_norm(q, self.q_norm, c.rms_eps), rms_norm(k, self.k_norm, c.rms_eps)
         write(pool, rows.slot_R, rotate(k, cos, sin), v)
         out = attend(rotate(q, cos, sin), pool, rows, paging, tile, seen)
-        x = x + F.linear(out, self.o, self.o_bias)
+        x = x + linear(out, self.o, self.o_bias, packed("o"))
         normed = rms_norm(x, self.post_norm, c.rms_eps)
-        return x + swiglu(normed, self.gate_up, self.gate_up_bias, self.down, self.down_bias)
+        gate, up = linear(normed, self.gate_up, self.gate_up_bias, packed("gate_up")).chunk(2, -1)
+        return x + linear(F.silu(gate) * up, self.down, self.down_bias, packed("down"))
+
+    def pack(self) -> None:
+        """Keep a copy of the projections in oneDNN's blocked layout and use it (CPU only)."""
+        for name in ("qkv", "o", "gate_up", "down"):
+            self.packed[name] = pack(getattr(self, name))
 
 
 class Target(nn.Module):
@@ -115,7 +125,18 @@ class Target(nn.Module):
         for name, weight in (("embedding", embedding), ("norm", norm), ("head", head)):
             self.register_parameter(name, frozen(weight))
         self.layers = nn.ModuleList(Layer(config, tensors) for tensors in layers)
+        self.packed_head: Tensor | None = None
         self.register_buffer("inv_freq", inv_freq.float(), persistent=False)
+
+    def pack(self) -> None:
+        """Keep a second copy of projections and LM head in oneDNN's blocked layout (CPU only).
+
+        A 16-row pass of SmolLM2-135M takes about 0.75 of the time, a 1-row pass as long as before.
+        """
+        for layer in self.layers:
+            assert isinstance(layer, Layer)
+            layer.pack()
+        self.packed_head = pack(self.head)
 
     @property
     def group(self) -> int:
@@ -128,7 +149,7 @@ class Target(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """LM head: `[..., D]` to `[..., V]` in the model's dtype."""
-        return F.linear(hidden, self.head)
+        return linear(hidden, self.head, None, self.packed_head)
 
     def forward(
         self, token_R: Tensor, rows: Rows, paging: Paging, pool: KVPool, tile: Tile

@@ -11,6 +11,7 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from dscale.compiled.drafter import Drafter
+from dscale.compiled.packed import check_packable
 from dscale.config import EngineConfig, Mode
 from dscale.drafter_config import check_fit
 from dscale.drafter_files import load_drafter
@@ -31,7 +32,10 @@ class Attachment:
     ) -> None:
         taps = drafter.config.taps if drafter is not None else ()
         self.model: Any = model
-        self.engine = Engine(build_target(model, taps), drafter, config)
+        target = build_target(model, taps)
+        if config.pack_weights:
+            target.pack()
+        self.engine = Engine(target, drafter, config)
         self._storage = _storage(model)
         self._replaced = model.__dict__.get("generate")
         model.__dict__["generate"] = self.generate
@@ -197,6 +201,7 @@ def attach(
     budget: int | None = None,
     prefill_chunk: int = 512,
     pool_tokens: int | None = None,
+    pack_weights: bool = False,
     capture: bool | None = None,
 ) -> Attachment:
     """Replace `model.generate` by DScale's, sharing the model's weights (no second copy).
@@ -213,6 +218,7 @@ def attach(
         budget=budget,
         prefill_chunk=prefill_chunk,
         pool_tokens=pool_tokens,
+        pack_weights=pack_weights,
         capture=capture,
     )
     if mode == "ar" and (drafter is not None or budget is not None):
@@ -224,6 +230,8 @@ def attach(
             "got None"
         )
     shape = target_config(model)
+    if pack_weights:
+        check_packable(model.device, model.dtype)
     if isinstance(drafter, Drafter):
         check_fit(drafter.config, shape)
         placed = (drafter.norm.dtype, drafter.norm.device)
