@@ -170,7 +170,13 @@ class Engine:
                 need = {name: max(value, getattr(old, name)) for name, value in need.items()}
             self._workspace = None
             self._stages.clear()
-            self._workspace = Workspace(self.target, self.drafter, **need)
+            try:
+                self._workspace = Workspace(self.target, self.drafter, **need)
+            except RuntimeError as error:  # torch's out of memory, on any device
+                raise ValueError(
+                    f"max_new_tokens: expected a call whose cache can be allocated, got one of "
+                    f"{need['num_pages'] * PAGE} tokens for {len(requests)} requests ({error})"
+                ) from error
         return self._workspace
 
     def _sizes(self, requests: list[Request]) -> dict[str, int]:
