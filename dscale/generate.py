@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation import GenerateDecoderOnlyOutput
 
+from dscale.arguments import INPUTS, check_arguments
 from dscale.compiled.drafter import Drafter
 from dscale.compiled.packed import check_packable
 from dscale.config import EngineConfig, Mode
@@ -18,10 +19,8 @@ from dscale.drafter_files import load_drafter
 from dscale.engine import Engine
 from dscale.load import build_target, target_config, unfuse
 from dscale.request import Request
-from dscale.sampling import refuse_unsupported, request_settings, row_seeds
+from dscale.sampling import KNOWN, refuse_unsupported, request_settings, row_seeds
 from dscale.stats import Stats
-
-INPUTS = frozenset({"input_ids", "attention_mask"})
 
 
 class Attachment:
@@ -84,8 +83,12 @@ class Attachment:
         Returns int64 [batch * num_return_sequences, length + new] with the prompt included and
         `pad_token_id` after a stop id, or a GenerateDecoderOnlyOutput when
         `return_dict_in_generate`."""
+        for name in ("put", "end") if streamer is not None else ():
+            if not callable(getattr(streamer, name, None)):
+                raise ValueError(f"streamer: expected put() and end(), got {streamer!r}")
         try:
-            _refuse_arguments(kwargs)
+            check_arguments(inputs, generation_config, self.model.generation_config, kwargs)
+            kwargs = {k: v for k, v in kwargs.items() if k in KNOWN | INPUTS}
             if streamer is not None:
                 kwargs["streamer"] = streamer
             _check_storage(self.model, self._storage)
@@ -113,7 +116,7 @@ class _Loop:
         generation_config: Any = None,
         **model_kwargs: Any,
     ) -> Tensor | GenerateDecoderOnlyOutput:
-        refuse_unsupported(generation_config)
+        refuse_unsupported(vars(generation_config))
         if self.streamer is not None and input_ids.shape[0] > 1:
             raise ValueError(f"streamer: expected one row, got a batch of {input_ids.shape[0]}")
         requests = self.requests(input_ids, model_kwargs.get("attention_mask"), generation_config)
@@ -145,7 +148,7 @@ class _Loop:
         return [
             Request(
                 prompt=ids.tolist(),
-                max_new_tokens=generation_config.max_length - length,
+                max_new_tokens=int(generation_config.max_length) - length,
                 seed=seed,
                 **settings,
             )
@@ -168,17 +171,6 @@ def assemble(input_ids: Tensor, requests: list[Request], pad: Tensor | None) -> 
     fill = int(pad) if pad is not None else 0
     new = torch.tensor([r.tokens + [fill] * (longest - len(r.tokens)) for r in requests])
     return torch.cat((input_ids, new.to(input_ids.device)), 1)
-
-
-def _refuse_arguments(kwargs: dict[str, Any]) -> None:
-    known = set(vars(GenerationConfig())) | INPUTS
-    for name, value in kwargs.items():
-        if name not in known and value is not None:
-            raise ValueError(
-                f"{name}: not supported by dscale yet, expected None, got {type(value).__name__}"
-            )
-    for name in [name for name in kwargs if name not in known]:
-        del kwargs[name]
 
 
 def _storage(model: Any) -> tuple[int, int]:

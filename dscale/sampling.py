@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+from transformers import GenerationConfig
+
+KNOWN = frozenset(name for name in vars(GenerationConfig()) if not name.startswith("_")) - {
+    "transformers_version"
+}
+"""Fields of GenerationConfig in the installed transformers, which ignores any other attribute."""
 
 SUPPORTED = frozenset(
     {
@@ -58,16 +65,13 @@ REASONS = {
 }
 
 
-def refuse_unsupported(generation_config: Any) -> None:
+def refuse_unsupported(fields: Mapping[str, Any]) -> None:
     """Raise ValueError naming the first field of a merged config that asks for what is not
-    supported."""
-    for name, value in vars(generation_config).items():
-        if (
-            name.startswith("_")
-            or name in SUPPORTED
-            or name == "transformers_version"
-            or value is None
-        ):
+    supported.
+
+    Attributes that transformers ignores, as old checkpoints carry, are ignored here too."""
+    for name, value in fields.items():
+        if value is None or name in SUPPORTED or name not in KNOWN | NEUTRAL.keys():
             continue
         neutral = NEUTRAL.get(name, ())
         if not any(value is n or value == n for n in neutral):
@@ -84,9 +88,7 @@ def request_settings(generation_config: Any) -> dict[str, Any]:
     Raises ValueError for values that transformers' own warpers refuse.
     """
     stop = generation_config.eos_token_id
-    stop_ids = (
-        () if stop is None else tuple(stop) if isinstance(stop, list | tuple) else (int(stop),)
-    )
+    stop_ids = () if stop is None else tuple(torch.as_tensor(stop).long().flatten().tolist())
     settings: dict[str, Any] = {"stop_ids": stop_ids}
     if not generation_config.do_sample:
         return settings
@@ -106,8 +108,13 @@ def request_settings(generation_config: Any) -> dict[str, Any]:
     for name, value in (("top_p", top_p), ("min_p", min_p)):
         if not 0 <= value <= 1:
             raise ValueError(f"{name}: expected a number in 0..1, got {value!r}")
-    return {**settings, "temperature": float(temperature), "top_k": top_k, "top_p": float(top_p),
-            "min_p": float(min_p)}  # fmt: skip
+    return {
+        **settings,
+        "temperature": float(temperature),
+        "top_k": min(top_k, 1 << 62),
+        "top_p": float(top_p),
+        "min_p": float(min_p),
+    }
 
 
 def _or(value: Any, default: Any) -> Any:
