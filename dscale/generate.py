@@ -202,7 +202,7 @@ def attach(
     `mode`: "dflash", the default with a drafter, or "ar" without one. The other settings are
     EngineConfig's. Raises ValueError for a model, a drafter or a setting that does not fit, naming
     it; the model is then as it was."""
-    if model.__dict__.get("_dscale") is not None:
+    if getattr(model, "_dscale", None) is not None:
         raise ValueError("model: already attached; call detach() on what attach returned first")
     mode = mode or ("ar" if drafter is None else "dflash")
     config = EngineConfig(
@@ -246,7 +246,7 @@ def generate(
 
     Arguments are `Attachment.generate`'s. `drafter` may be given only when the model is not
     attached."""
-    attached: Attachment | None = model.__dict__.get("_dscale")
+    attached: Attachment | None = getattr(model, "_dscale", None)
     if attached is not None:
         if drafter is not None:
             raise ValueError("drafter: the model is attached already; expected None")

@@ -39,15 +39,20 @@ def target_config(model: PreTrainedModel) -> TargetConfig:
     """Read the decoder's shape from a loaded model, refusing by name what the target decoder
     cannot run.
 
-    Raises ValueError for encoder-decoder models, families outside `FAMILIES`, sliding windows,
-    activations other than SiLU, rotary embeddings that change with length, and projections that
-    are not plain `nn.Linear`."""
+    Raises ValueError for encoder-decoder models, families outside `FAMILIES`, models without an LM
+    head, sliding windows, activations other than SiLU, rotary embeddings that change with length,
+    projections that are not plain `nn.Linear`, and norms that are not RMS norms."""
+    kind = type(model).__name__
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(f"model: expected a transformers PreTrainedModel, got {kind}")
     config: Any = model.config
     family = getattr(config, "model_type", None)
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(f"model: expected a decoder-only model, got encoder-decoder {family!r}")
     if family not in FAMILIES:
         raise ValueError(f"model: expected model_type in {FAMILIES}, got {family!r}")
+    if model.get_output_embeddings() is None:
+        raise ValueError(f"model: expected a causal language model with an LM head, got {kind}")
     windows = [
         kind for kind in getattr(config, "layer_types", None) or [] if kind != "full_attention"
     ]
@@ -60,6 +65,7 @@ def target_config(model: PreTrainedModel) -> TargetConfig:
     if rope_type not in STATIC_ROPE:
         raise ValueError(f"model: expected rope_type in {STATIC_ROPE}, got {rope_type!r}")
     _check_placement(model)
+    _check_modules(model)
     head_dim = (
         getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     )
@@ -90,17 +96,28 @@ def _check_placement(model: PreTrainedModel) -> None:
             "model: expected one dtype of float32, bfloat16, float16, "
             f"got {sorted(map(str, dtypes))}"
         )
+
+
+def _check_modules(model: PreTrainedModel) -> None:
+    """Refuse modules that do something else than the target decoder would."""
+    head: Any = model.get_output_embeddings()
+    if type(head) is not nn.Linear or head.bias is not None:
+        got = type(head).__name__ + (" with bias" if type(head) is nn.Linear else "")
+        raise ValueError(f"model: expected the LM head to be nn.Linear without bias, got {got}")
     decoder: Any = model.model
+    for name, module in decoder.named_modules():
+        kind = type(module).__name__
+        if name.endswith("_proj") and type(module) is not nn.Linear:
+            raise ValueError(f"model: expected {name} to be nn.Linear, got {kind}")
+        if name.endswith("norm") and not kind.endswith("RMSNorm"):
+            raise ValueError(f"model: expected {name} to be an RMS norm, got {kind}")
     for index, layer in enumerate(decoder.layers):
-        for part, names in (("self_attn", ("q_proj", "k_proj", "v_proj", "o_proj")),
-                            ("mlp", ("gate_proj", "up_proj", "down_proj"))):  # fmt: skip
-            for name in names:
-                projection = getattr(getattr(layer, part), name)
-                if type(projection) is not nn.Linear:
-                    kind = type(projection).__name__
-                    raise ValueError(
-                        f"model: expected layers.{index}.{part}.{name} to be nn.Linear, got {kind}"
-                    )
+        for part, names in FUSED:
+            biases = {getattr(getattr(layer, part), name).bias is None for name in names}
+            if len(biases) > 1:
+                raise ValueError(
+                    f"model: expected a bias in all or none of layers.{index}.{part}.{names}"
+                )
 
 
 def build_target(model: PreTrainedModel, taps: tuple[int, ...] = ()) -> Target:
