@@ -35,7 +35,7 @@ class Attachment:
         if config.pack_weights:
             target.pack()
         self.engine = Engine(target, drafter, config)
-        self._storage = _storage(model)
+        self._weights = _weights(model, config.pack_weights)
         self._replaced = model.__dict__.get("generate")
         model.__dict__["generate"] = self.generate
         model.__dict__["_dscale"] = self
@@ -55,6 +55,18 @@ class Attachment:
             self.model.__dict__["generate"] = self._replaced
         self.engine.release()
         unfuse(self.model)
+
+    def _check_weights(self) -> None:
+        packed = self.engine.config.pack_weights
+        if _weights(self.model, packed) != self._weights:
+            which = (
+                "moved, replaced or, with pack_weights, written to"
+                if packed
+                else "moved or replaced"
+            )
+            raise ValueError(
+                f"model: its weights were {which} after attach; detach and attach again"
+            )
 
     def __enter__(self) -> Attachment:
         return self
@@ -91,7 +103,7 @@ class Attachment:
             kwargs = {k: v for k, v in kwargs.items() if k in KNOWN | INPUTS}
             if streamer is not None:
                 kwargs["streamer"] = streamer
-            _check_storage(self.model, self._storage)
+            self._check_weights()
             loop = _Loop(self.engine, streamer, seed)
             return GenerationMixin.generate(
                 self.model, inputs, generation_config, custom_generate=loop, **kwargs
@@ -173,16 +185,15 @@ def assemble(input_ids: Tensor, requests: list[Request], pad: Tensor | None) -> 
     return torch.cat((input_ids, new.to(input_ids.device)), 1)
 
 
-def _storage(model: Any) -> tuple[int, int]:
-    layer = model.model.layers[0]
-    return model.get_input_embeddings().weight.data_ptr(), layer.self_attn.q_proj.weight.data_ptr()
-
-
-def _check_storage(model: Any, expected: tuple[int, int]) -> None:
-    if _storage(model) != expected:
-        raise ValueError(
-            "model: its weights were moved or replaced after attach; detach and attach again"
-        )
+def _weights(model: PreTrainedModel, versions: bool) -> list[tuple[object, ...]]:
+    """Module, name and address of every parameter, and with `versions` how often it was written
+    to."""
+    return [
+        (module, name, p.data_ptr(), p._version if versions else 0)
+        for module in model.modules()
+        for name, p in module._parameters.items()
+        if p is not None
+    ]
 
 
 def attach(

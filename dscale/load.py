@@ -181,12 +181,9 @@ def _fuse(linears: list[nn.Linear]) -> tuple[Tensor, Tensor | None]:
 
 
 def unfuse(model: PreTrainedModel) -> None:
-    """Give every fused parameter its own storage again, one module at a time."""
-    decoder: Any = model.model
-    for layer in decoder.layers:
-        for part, names in FUSED:
-            for name in names:
-                linear = getattr(getattr(layer, part), name)
-                linear.weight.data = linear.weight.data.clone()
-                if linear.bias is not None:
-                    linear.bias.data = linear.bias.data.clone()
+    """Give every fused parameter its own storage again, wherever the user has put it since."""
+    fused = {name for _, names in FUSED for name in names}
+    for name, parameter in model.named_parameters():
+        shared = parameter.untyped_storage().nbytes() > parameter.nbytes
+        if shared and fused & set(name.split(".")):
+            parameter.data = parameter.data.clone()
