@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -35,35 +36,31 @@ class Attachment:
         if config.pack_weights:
             target.pack()
         self.engine = Engine(target, drafter, config)
+        self.stats: Stats = self.engine.stats
         self._weights = _weights(model, config.pack_weights)
         self._replaced = model.__dict__.get("generate")
-        model.__dict__["generate"] = self.generate
+        model.__dict__["generate"] = _Generate(self)
         model.__dict__["_dscale"] = self
 
-    @property
-    def stats(self) -> Stats:
-        """Counters since `attach`; see Stats."""
-        return self.engine.stats
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy of the model is not attached: see _Generate.
+        return type(None), ()
 
     def detach(self) -> None:
-        """Give `model.generate` and each parameter's own storage back, and free the caches.
-        Calling twice is fine."""
+        """Give `model.generate` and each parameter's own storage back, and free the engine with
+        its caches; `stats` stays. Calling twice is fine."""
         if self.model.__dict__.get("_dscale") is not self:
             return
         del self.model.__dict__["_dscale"], self.model.__dict__["generate"]
         if self._replaced is not None:
             self.model.__dict__["generate"] = self._replaced
-        self.engine.release()
+        del self.engine
         unfuse(self.model)
 
     def _check_weights(self) -> None:
         packed = self.engine.config.pack_weights
         if _weights(self.model, packed) != self._weights:
-            which = (
-                "moved, replaced or, with pack_weights, written to"
-                if packed
-                else "moved or replaced"
-            )
+            which = "moved or replaced" + (" or, with pack_weights, written to" if packed else "")
             raise ValueError(
                 f"model: its weights were {which} after attach; detach and attach again"
             )
@@ -95,6 +92,8 @@ class Attachment:
         Returns int64 [batch * num_return_sequences, length + new] with the prompt included and
         `pad_token_id` after a stop id, or a GenerateDecoderOnlyOutput when
         `return_dict_in_generate`."""
+        if self.model.__dict__.get("_dscale") is not self:
+            raise ValueError("model: detached meanwhile; attach again")
         for name in ("put", "end") if streamer is not None else ():
             if not callable(getattr(streamer, name, None)):
                 raise ValueError(f"streamer: expected put() and end(), got {streamer!r}")
@@ -111,6 +110,21 @@ class Attachment:
         finally:
             if streamer is not None:
                 streamer.end()
+
+
+class _Generate:
+    """`model.generate` while attached. A deep or pickled copy of the model gets a plain one."""
+
+    def __init__(self, attachment: Attachment) -> None:
+        self.attachment = attachment
+        functools.update_wrapper(self, attachment.generate)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor | GenerateDecoderOnlyOutput:
+        return self.attachment.generate(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        model = self.attachment.model
+        return functools.partial, (type(model).generate, model)
 
 
 class _Loop:
