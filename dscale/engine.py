@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -50,6 +51,8 @@ class Engine:
     stats: Stats = field(default_factory=Stats)
     _workspace: Workspace | None = None
     _stages: dict[Chooser, Stages] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _owner: int | None = None
 
     @property
     def rows(self) -> int:
@@ -63,22 +66,38 @@ class Engine:
         """Whether attention goes through FlexAttention (GPU) or gathered pages and SDPA (CPU)."""
         return self.target.inv_freq.device.type != "cpu"
 
-    @torch.no_grad()
     def generate(self, requests: list[Request], on_tokens: OnTokens | None = None) -> None:
         """Decode requests to their end; `request.tokens` and `request.progress` hold the result.
 
         `on_tokens(index, tokens)` sees each request's newly committed tokens once, in order; what
-        it raises ends the call and leaves the engine ready for the next one. Raises ValueError
+        it raises ends the call and leaves the engine ready for the next one. Calls of several
+        threads take turns. Computes in the model's dtype, also under autocast. Raises ValueError
         before any compute for a request that cannot run, naming its field."""
         for request in requests:
             request.check(self.target.config.vocab_size)
+        if self._owner == threading.get_ident():
+            raise ValueError("streamer: expected no call of generate from within its put()")
+        device = self.target.inv_freq.device.type
+        # Buffers made in inference mode could not be written to outside it.
+        with (
+            self._lock,
+            torch.inference_mode(False),
+            torch.no_grad(),
+            torch.autocast(device, enabled=False),
+        ):
+            self._owner = threading.get_ident()
+            try:
+                self._generate(requests, on_tokens or (lambda index, tokens: None))
+            finally:
+                self._owner = None
+
+    def _generate(self, requests: list[Request], emit: OnTokens) -> None:
         workspace = self._room_for(requests)
         stages = self._stages_for(chooser_of(requests))
         self._place(requests, workspace)
         self.stats.calls += 1
         self.stats.requests += len(requests)
         self.stats.last_progress = [r.progress for r in requests]
-        emit = on_tokens or (lambda index, tokens: None)
         began = time.perf_counter()
         live = self._prefill(requests, workspace, stages, emit)
         self.stats.prefill_seconds += time.perf_counter() - began
@@ -224,11 +243,6 @@ class Engine:
                 verify=wrap(verify),
             )
         return self._stages[chooser]
-
-    def release(self) -> None:
-        """Give the caches and the compiled stages back; the next call makes them anew."""
-        self._workspace = None
-        self._stages.clear()
 
 
 def _as_is(stage: Callable[..., Any]) -> Callable[..., Any]:

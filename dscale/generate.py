@@ -46,6 +46,7 @@ class Attachment:
         # A copy of the model is not attached: see _Generate.
         return type(None), ()
 
+    @torch.inference_mode(False)
     def detach(self) -> None:
         """Give `model.generate` and each parameter's own storage back, and free the engine with
         its caches; `stats` stays. Calling twice is fine."""
@@ -210,6 +211,7 @@ def _weights(model: PreTrainedModel, versions: bool) -> list[tuple[object, ...]]
     ]
 
 
+@torch.inference_mode(False)
 def attach(
     model: PreTrainedModel,
     drafter: str | Path | Drafter | None = None,
