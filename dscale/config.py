@@ -49,6 +49,10 @@ class EngineConfig:
             )
         if pool is not None and (not _is_int(pool) or pool < 1):
             raise ValueError(f"pool_tokens: expected None or a positive number, got {pool!r}")
+        if not isinstance(self.pack_weights, bool):
+            raise ValueError(f"pack_weights: expected True or False, got {self.pack_weights!r}")
+        if self.capture not in (None, True, False):
+            raise ValueError(f"capture: expected None, True or False, got {self.capture!r}")
 
 
 def _is_int(value: object) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from pathlib import Path
 from typing import Any
 
@@ -251,12 +252,18 @@ def attach(
     shape = target_config(model)
     if pack_weights:
         check_packable(model.device, model.dtype)
+    if capture and model.device.type == "cpu":
+        raise ValueError("capture: expected None or False for a model on the CPU, got True")
     if isinstance(drafter, Drafter):
         check_fit(drafter.config, shape)
         placed = (drafter.norm.dtype, drafter.norm.device)
         if placed != (model.dtype, model.device):
             raise ValueError(f"drafter: expected {(model.dtype, model.device)}, got {placed}")
     elif drafter is not None:
+        if not isinstance(drafter, str | os.PathLike):
+            raise ValueError(
+                f"drafter: expected a checkpoint folder, a Hub id or a Drafter, got {drafter!r}"
+            )
         drafter = load_drafter(drafter, shape, dtype=model.dtype, device=model.device)
     return Attachment(model, drafter, config)
 
