@@ -1,0 +1,208 @@
+"""An attached model: changed, copied, detached, in other modes and threads."""
+
+import copy
+import gc
+import io
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tiny import plain, prompt, tiny_drafter, tiny_model
+from torch import nn
+
+import dscale
+from dscale import Attachment
+from dscale.compiled.drafter import Drafter
+
+IDS = torch.tensor([prompt(9)])
+NEW = 20
+
+
+@pytest.fixture(scope="module")
+def want() -> torch.Tensor:
+    tokens: torch.Tensor = plain(tiny_model(), IDS, max_new_tokens=NEW)
+    return tokens
+
+
+@pytest.fixture(scope="module")
+def drafter(tmp_path_factory: pytest.TempPathFactory) -> Drafter:
+    return tiny_drafter(tmp_path_factory.mktemp("drafter"), tiny_model())
+
+
+@pytest.fixture
+def spec(drafter: Drafter) -> Attachment:
+    return dscale.attach(tiny_model(), drafter)
+
+
+class Adapter(nn.Module):
+    """A projection with something added, as adapters wrap them."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.weight = base.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 1.5 * self.base(x)  # type: ignore[no-any-return]
+
+
+def replace_layer(model: Any) -> None:
+    model.model.layers[1] = tiny_model(seed=5).model.layers[1]
+
+
+def replace_head(model: Any) -> None:
+    model.lm_head = tiny_model(seed=5).lm_head
+
+
+def adapt(model: Any) -> None:
+    model.model.layers[2].self_attn.q_proj = Adapter(model.model.layers[2].self_attn.q_proj)
+
+
+def assign(model: Any) -> None:
+    model.load_state_dict(tiny_model(seed=9).state_dict(), assign=True)
+
+
+CHANGES: list[Callable[[Any], Any]] = [
+    replace_layer, replace_head, adapt, assign,
+    lambda model: model.to(torch.bfloat16), lambda model: model.resize_token_embeddings(600),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_weights_replaced_after_attach_are_noticed(
+    change: Callable[[Any], Any], spec: Attachment
+) -> None:
+    model = spec.model
+    model.generate(IDS, max_new_tokens=2)
+    change(model)
+    want = plain(model, IDS, max_new_tokens=NEW)
+    with pytest.raises(ValueError, match=r"model: .*detach and attach again"):
+        model.generate(IDS, max_new_tokens=NEW)
+    spec.detach()
+    assert torch.equal(model.generate(IDS, max_new_tokens=NEW), want)
+
+
+def test_weights_changed_in_place_are_used(spec: Attachment) -> None:
+    model = spec.model
+    model(IDS, labels=IDS).loss.backward()
+    torch.optim.SGD(model.parameters(), 0.5).step()
+    ours = model.generate(IDS, max_new_tokens=NEW)
+    assert torch.equal(ours, plain(model, IDS, max_new_tokens=NEW))
+    model.load_state_dict(tiny_model(seed=9).state_dict())
+    assert not torch.equal(model.generate(IDS, max_new_tokens=NEW), ours)
+    assert torch.equal(
+        model.generate(IDS, max_new_tokens=NEW),
+        plain(tiny_model(seed=9), IDS, max_new_tokens=NEW),
+    )
+
+
+def test_packed_weights(drafter: Drafter, want: torch.Tensor) -> None:
+    model = tiny_model()
+    with dscale.attach(model, drafter, pack_weights=True):
+        assert torch.equal(model.generate(IDS, max_new_tokens=NEW), want)
+        model.load_state_dict(tiny_model(seed=9).state_dict())
+        # Packed copies do not follow.
+        with pytest.raises(ValueError, match=r"model: .*pack_weights"):
+            model.generate(IDS, max_new_tokens=NEW)
+    with pytest.raises(ValueError, match=r"pack_weights: .*bfloat16"):
+        dscale.attach(tiny_model().to(torch.bfloat16), pack_weights=True)
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_a_copy_of_an_attached_model_is_plain(
+    how: str, spec: Attachment, drafter: Drafter, want: torch.Tensor
+) -> None:
+    spec.model.generate(IDS, max_new_tokens=2)
+    if how == "deepcopy":
+        other = copy.deepcopy(spec.model)
+    else:
+        file = io.BytesIO()
+        torch.save(spec.model, file)
+        file.seek(0)
+        other = torch.load(file, weights_only=False)
+        assert len(file.getvalue()) < 6e5
+    assert torch.equal(other.generate(IDS, max_new_tokens=NEW), want)
+    calls = spec.stats.calls
+    with dscale.attach(other, drafter) as second:
+        assert torch.equal(other.generate(IDS, max_new_tokens=NEW), want)
+        assert second.stats.calls == 1
+    assert spec.stats.calls == calls
+    spec.detach()
+    assert torch.equal(other.generate(IDS, max_new_tokens=NEW), want)
+
+
+def test_detach_lets_everything_go(spec: Attachment, want: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match="model: already attached"):
+        dscale.attach(spec.model)
+    target = weakref.ref(spec.engine.target)
+    spec.model.generate(IDS, max_new_tokens=NEW)
+    spec.detach()
+    gc.collect()
+    assert target() is None
+    assert spec.stats.calls == 1
+    with pytest.raises(ValueError, match="model: detached"):
+        spec.generate(IDS, max_new_tokens=NEW)
+    assert torch.equal(spec.model.generate(IDS, max_new_tokens=NEW), want)
+    spec.model.generate = lambda *args: "the user's own"
+    with dscale.attach(spec.model) as again:
+        assert torch.equal(again.generate(IDS, max_new_tokens=NEW), want)
+    assert spec.model.generate() == "the user's own"
+
+
+def test_inference_mode_comes_and_goes(drafter: Drafter, want: torch.Tensor) -> None:
+    model = tiny_model()
+    for attach_in, first_in, second_in in ((0, 0, 1), (0, 1, 0), (1, 0, 1), (1, 1, 0)):
+        with torch.inference_mode(bool(attach_in)):
+            spec = dscale.attach(model, drafter)
+        for mode, ids in ((first_in, IDS), (second_in, IDS.clone())):
+            with torch.inference_mode(bool(mode)):
+                assert torch.equal(model.generate(ids, max_new_tokens=NEW), want)
+        with torch.inference_mode(bool(attach_in)):
+            spec.detach()
+        model(IDS, labels=IDS).loss.backward()
+
+
+def test_autocast_does_not_reach_in(spec: Attachment, want: torch.Tensor) -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(spec.model.generate(IDS, max_new_tokens=NEW), want)
+
+
+def test_training_mode(spec: Attachment, want: torch.Tensor) -> None:
+    spec.model.train()
+    assert torch.equal(spec.model.generate(IDS, max_new_tokens=NEW), want)
+    assert spec.model.training
+
+
+def test_threads_take_turns(spec: Attachment) -> None:
+    prompts = [torch.tensor([prompt(9 + i)]) for i in range(6)]
+    wants = [plain(tiny_model(), ids, max_new_tokens=NEW) for ids in prompts]
+    outs: dict[int, torch.Tensor] = {}
+
+    def work(index: int) -> None:
+        outs[index] = spec.model.generate(prompts[index], max_new_tokens=NEW)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert [torch.equal(outs[i], want) for i, want in enumerate(wants)] == [True] * 6
+
+
+def test_a_call_from_within_a_streamer_is_refused(spec: Attachment, want: torch.Tensor) -> None:
+    class Nested:
+        puts = 0
+
+        def put(self, value: torch.Tensor) -> None:
+            self.puts += 1
+            if self.puts == 3:
+                spec.model.generate(IDS, max_new_tokens=2)
+
+        def end(self) -> None: ...
+
+    with pytest.raises(ValueError, match=r"streamer: .*within"):
+        spec.model.generate(IDS, max_new_tokens=NEW, streamer=Nested())
+    assert torch.equal(spec.model.generate(IDS, max_new_tokens=NEW), want)
