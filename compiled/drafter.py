@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from dscale.compiled.attention import Rows, Tile, Visibility, attend, visibility
 from dscale.compiled.kv import KVPool, Paging, write
 from dscale.compiled.layers import rms_norm, rotary_table, rotate, swiglu
+from dscale.compiled.packed import linear, pack
 from dscale.compiled.target import Target
 
 
@@ -64,6 +65,7 @@ class DrafterLayer(nn.Module):
 
     def __init__(self, config: DrafterConfig, dtype: torch.dtype) -> None:
         super().__init__()
+        self.packed: dict[str, Tensor] = {}
         c, hidden = config, config.hidden_size
         self.input_norm, self.post_norm = empty(hidden, dtype=dtype), empty(hidden, dtype=dtype)
         self.q_norm, self.k_norm = empty(c.head_dim, dtype=dtype), empty(c.head_dim, dtype=dtype)
@@ -154,7 +156,9 @@ class Drafter(nn.Module):
     ) -> Tensor:
         """One pre-norm decoder layer over block rows `[R, D]`."""
         c, w = self.config, self.weights(index)
-        qkv = F.linear(rms_norm(x, w.input_norm, c.rms_eps), self.qkv[index])
+        packed = w.packed.get
+        normed = rms_norm(x, w.input_norm, c.rms_eps)
+        qkv = linear(normed, self.qkv[index], None, packed("qkv"))
         q, k, v = torch.split(
             qkv.view(x.shape[0], -1, c.head_dim), [c.num_heads, c.num_kv_heads, c.num_kv_heads], 1
         )
@@ -162,8 +166,17 @@ class Drafter(nn.Module):
         cache = pool.layer(index)
         write(cache, rows.slot_R, rotate(k, cos, sin), v)
         out = attend(rotate(q, cos, sin), cache, rows, paging, tile, seen)
-        x = x + F.linear(out, w.o)
-        return x + swiglu(rms_norm(x, w.post_norm, c.rms_eps), w.gate_up, None, w.down, None)
+        x = x + linear(out, w.o, None, packed("o"))
+        normed = rms_norm(x, w.post_norm, c.rms_eps)
+        return x + swiglu(normed, w.gate_up, None, w.down, None, w.packed)
+
+    def pack(self) -> None:
+        """Keep a copy of the layers' projections in oneDNN's blocked layout (CPU only)."""
+        for index in range(self.config.num_layers):
+            layer = self.weights(index)
+            layer.packed["qkv"] = pack(self.qkv[index])
+            for name in ("o", "gate_up", "down"):
+                layer.packed[name] = pack(getattr(layer, name))
 
     def write_context(
         self, taps_RF: Tensor, position_R: Tensor, slot_R: Tensor, pool: KVPool

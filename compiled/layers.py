@@ -3,9 +3,13 @@ SwiGLU."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from dscale.compiled.packed import linear
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -36,12 +40,19 @@ def rotate(x_RHE: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def swiglu(
-    x: Tensor, gate_up: Tensor, gate_up_bias: Tensor | None, down: Tensor, down_bias: Tensor | None
+    x: Tensor,
+    gate_up: Tensor,
+    gate_up_bias: Tensor | None,
+    down: Tensor,
+    down_bias: Tensor | None,
+    packed: Mapping[str, Tensor],
 ) -> Tensor:
-    """Gated feed-forward: down(silu(gate x) * up x), gate and up stacked in one `[2 *
-    intermediate, D]` weight."""
-    gate, up = F.linear(x, gate_up, gate_up_bias).chunk(2, -1)
-    return F.linear(F.silu(gate) * up, down, down_bias)
+    """Gated feed-forward: down(silu(gate x) * up x), gate and up stacked in one weight.
+
+    `gate_up` `[2 * intermediate, D]`; `packed` may hold packed copies of "gate_up" and "down".
+    """
+    gate, up = linear(x, gate_up, gate_up_bias, packed.get("gate_up")).chunk(2, -1)
+    return linear(F.silu(gate) * up, down, down_bias, packed.get("down"))
 
 
 def frozen(tensor: Tensor | None) -> torch.nn.Parameter | None:

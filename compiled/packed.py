@@ -16,7 +16,7 @@ def check_packable(device: torch.device, dtype: torch.dtype) -> None:
         raise ValueError(
             f"pack_weights: expected a float32 model on a CPU, got {dtype} on {device}"
         )
-    if not torch.backends.mkldnn.is_available():
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         raise ValueError("pack_weights: expected a PyTorch with oneDNN, got one without")
 
 

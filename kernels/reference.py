@@ -27,7 +27,7 @@ def position_gumbel(seed: Tensor, position: Tensor, token: Tensor) -> Tensor:
     Three int64 tensors that broadcast together. Counter-based, so drafter, mode, budget and batch
     mates cannot change what a request samples (docs/design.md, "Accept")."""
     key = mix64(mix64(seed + _GOLDEN) + position * _GOLDEN)
-    bits = mix64(key + (token + 1) * _GOLDEN)
+    bits = mix64((key + token) * _GOLDEN)
     # 53 bits keep the upper tail exact where it matters: the noise is -log(E) of a small
     # exponential E.
     uniform = ((bits >> 11) & ((1 << 53) - 1)).to(torch.float32) * 2.0**-53 + 2.0**-55
