@@ -18,7 +18,7 @@ class EngineConfig:
     `budget`: rows each request verifies per pass, 1 to 16, anchor included; None is full width.
     `prefill_chunk`: prompt tokens per request and prefill pass, a multiple of 128. `pool_tokens`:
     capacity of the paged cache in tokens; None grows it to what a call needs. `pack_weights`: on a
-    CPU, keep a second copy of the target's projections in oneDNN's blocked layout, for faster
+    CPU, keep a second copy of the projections in oneDNN's blocked layout, for faster
     passes of 2 to 16 rows. `capture`: compile the step and capture it in CUDA graphs; None does so
     on a GPU.
 
