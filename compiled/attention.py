@@ -105,15 +105,28 @@ def block_tables(paging: Paging, tile: Tile, group: int) -> BlockTables:
     tail_NL = torch.gather(paging.page_NL, 1, torch.clamp(tail_NL, max=logical_pages - 1).long())
 
     def spread(index_NL: Tensor) -> Tensor:
-        index_NP = F.pad(index_NL, (0, num_pages - logical_pages))
-        return index_NP[:, None, None].expand(-1, 1, num_blocks, -1).contiguous()
+        index_NX = F.pad(index_NL, (0, num_pages - logical_pages)).repeat(1, num_blocks)
+        return as_blocks(index_NX, (1, num_blocks, num_pages))
 
     def count(count_N: Tensor) -> Tensor:
-        return count_N.to(torch.int32)[:, None, None].expand(-1, 1, num_blocks).contiguous()
+        return as_blocks(count_N.int()[:, None].repeat(1, num_blocks), (1, num_blocks))
 
     return BlockTables(
         count(used_N - full_N), spread(tail_NL), count(full_N), spread(paging.page_NL)
     )
+
+
+def as_blocks(table_NX: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """View a contiguous `[N, X]` table as `[N, *shape]` with the strides of that shape, exactly.
+
+    FlexAttention's kernel finds a lane's table by the stride of the head dimension, whose size is
+    1. Inductor gives such a dimension stride 0 in an ordinary view, and then every lane reads the
+    first lane's table.
+    """
+    strides = [table_NX.shape[1]]
+    for size in shape[:-1]:
+        strides.append(strides[-1] // size)
+    return table_NX.contiguous().as_strided((table_NX.shape[0], *shape), (*strides, 1))
 
 
 def block_mask(tables: BlockTables, paging: Paging, tile: Tile, group: int) -> BlockMask:
