@@ -46,7 +46,7 @@ def check_arguments(
 
 def _check_inputs(ids: Any, mask: Any) -> None:
     if ids is not None:
-        if not isinstance(ids, Tensor) or ids.dim() != 2 or not len(ids):
+        if not isinstance(ids, Tensor) or ids.dim() != 2 or not ids.numel():
             raise _refusal("input_ids", "an integer tensor [batch, length]", ids)
         if ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype == torch.bool:
             raise _refusal("input_ids", "an integer tensor [batch, length]", ids)
