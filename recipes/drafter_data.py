@@ -17,14 +17,14 @@ MATHS_SUFFIX = "\nPlease reason step by step, and put your final answer within \
 CODE_PREFIX = "Write a solution to the following problem and make sure that it passes the tests:\n"
 # Responses for each prompt of a source; a fraction is the share of prompts that get one.
 SHARES = {
-    "gsm8k_train": 3.0,
-    "mbpp_train": 12.0,
-    "mbpp_train_stub": 12.0,
-    "exercism": 8.0,
-    "self_maths": 2.0,
-    "self_code": 2.0,
+    "gsm8k_train": 6.0,
+    "mbpp_train": 24.0,
+    "mbpp_train_stub": 24.0,
+    "exercism": 16.0,
+    "self_maths": 3.0,
+    "self_code": 3.0,
 }
-OTHER_SHARE = 0.5
+OTHER_SHARE = 1.0
 MAX_FILE_BYTES = 15 * 2**20
 
 
