@@ -1,0 +1,169 @@
+"""What every custom operation promises torch: schema, fake shapes, whole graphs, errors."""
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dscale.kernels import ops
+
+NAMES = ["row_statistics", "allocate_budget", "pack_rows", "accept_prefix"]
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])]
+
+
+def arguments(name: str, lanes: int, device: str = "cpu") -> tuple[Any, ...]:
+    generator = torch.Generator().manual_seed(lanes)
+    live = torch.ones(lanes, dtype=torch.bool)
+    live[1::3] = False
+    score = torch.rand(lanes, 15, generator=generator).cumprod(1)
+    limit = torch.randint(1, 20, (lanes,), generator=generator, dtype=torch.int32)
+    length = 3 * live.int()
+    candidate = torch.randint(9, (lanes, 15), generator=generator)
+    anchor, context = candidate[:, 0].contiguous(), limit * 50
+    page_table = torch.randint(1, 9, (lanes, 7), generator=generator, dtype=torch.int32)
+    offset = torch.where(live, length.cumsum(0) - length, length.sum())
+    choice = torch.randint(9, (6 * lanes,), generator=generator)
+    args: tuple[Any, ...] = {
+        "row_statistics": (torch.randn(lanes, 50, generator=generator).bfloat16(),),
+        "allocate_budget": (score, live, limit, 6 * lanes, 6, "paper"),
+        "pack_rows": (length, candidate, anchor, context, page_table, 6 * lanes, 128),
+        "accept_prefix": (candidate, length, offset, choice),
+    }[name]
+    return tuple(x.to(device) if isinstance(x, Tensor) else x for x in args)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("lanes", [1, 5])
+def test_opcheck(name: str, lanes: int, device: str) -> None:
+    op = getattr(torch.ops.dscale, name).default
+    results = torch.library.opcheck(op, arguments(name, lanes, device))
+    assert set(results.values()) == {"SUCCESS"}
+
+
+def step(
+    logit_RV: Tensor, score_NC: Tensor, live_N: Tensor, limit_N: Tensor, page_NL: Tensor, out: Any
+) -> None:
+    """All four in a row, over fixed-address results."""
+    lanes, rows = score_NC.shape[0], out[0].shape[0]
+    best = ops.row_statistics(logit_RV)
+    candidate = best.index_R.view(lanes, 15)
+    length = ops.allocate_budget(score_NC, live_N, limit_N, rows, 8)
+    packed = ops.pack_rows(length, candidate, candidate[:, 0], limit_N, page_NL, rows, 128)
+    accepted, successor = ops.accept_prefix(candidate, length, packed.offset_N, packed.token_M)
+    for buffer, x in zip(out, (packed.token_M, packed.slot_M, accepted, successor), strict=True):
+        buffer.copy_(x)
+
+
+def step_arguments(lanes: int, device: str) -> tuple[Any, ...]:
+    generator = torch.Generator().manual_seed(lanes)
+    score, live, limit = arguments("allocate_budget", lanes)[:3]
+    page = arguments("pack_rows", lanes)[4]
+    logit = torch.randn(15 * lanes, 300, generator=generator)
+    out = [torch.zeros(n, dtype=torch.int64) for n in (8 * lanes, 8 * lanes, lanes, lanes)]
+    for tensor in out:
+        torch._dynamo.mark_dynamic(tensor, 0)
+    moved = [x.to(device) for x in (logit, score, live, limit, page)]
+    for tensor in moved:
+        torch._dynamo.mark_dynamic(tensor, 0)
+    return *moved, [x.to(device) for x in out]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_one_whole_graph_for_every_batch(device: str) -> None:
+    torch._dynamo.reset()
+    graphs: list[Any] = []
+    aot_eager = torch._dynamo.lookup_backend("aot_eager")
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return aot_eager(graph, inputs)
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend=backend)
+    for lanes in (2, 3, 8, 32):
+        got, want = step_arguments(lanes, device), step_arguments(lanes, "cpu")
+        compiled(*got)
+        step(*want)
+        assert all(torch.equal(x.cpu(), y) for x, y in zip(got[-1], want[-1], strict=True))
+        assert want[-1][0].count_nonzero() > 0
+    assert len(graphs) == 1
+    torch._dynamo.reset()
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_replay_of_a_captured_step() -> None:
+    """A CUDA graph of all four gives what they give when launched, for inputs it never saw."""
+    args = step_arguments(5, "cuda")
+    step(*args)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step(*args)
+    for seed in range(5):
+        want = step_arguments(5, "cpu")
+        want[0].normal_(generator=torch.Generator().manual_seed(seed))
+        want[2].copy_(torch.arange(5) != seed)
+        for x, y in zip(args[:-1], want[:-1], strict=True):
+            x.copy_(y)
+        graph.replay()
+        step(*want)
+        assert all(torch.equal(x.cpu(), y) for x, y in zip(args[-1], want[-1], strict=True))
+
+
+def test_kernels_are_imported_when_they_run() -> None:
+    code = """
+import sys, torch
+sys.modules["triton"] = None  # importing it now raises
+import dscale.kernels.ops as ops
+ops.row_statistics(torch.zeros(1, 3))
+print(*(n for n in sys.modules if n.startswith("dscale.kernels.")))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    loaded = {name.removeprefix("dscale.kernels.") for name in done.stdout.split()}
+    assert loaded.isdisjoint(NAMES)
+    assert "ops" in loaded
+
+
+# Operation, argument to replace, its new value, and the argument the error must name.
+REFUSED: list[tuple[str, int, Any, str]] = [
+    ("row_statistics", 0, torch.zeros(3), "logit"),
+    ("row_statistics", 0, torch.zeros(3, 0), "logit"),
+    ("row_statistics", 0, torch.zeros(3, 4, dtype=torch.int64), "logit"),
+    ("allocate_budget", 0, torch.zeros(4, 16), "score"),
+    ("allocate_budget", 0, torch.zeros(4, 15, dtype=torch.float64), "score"),
+    ("allocate_budget", 0, torch.zeros(257, 15), "score"),
+    ("allocate_budget", 1, torch.ones(4), "live"),
+    ("allocate_budget", 2, torch.ones(5, dtype=torch.int32), "limit"),
+    ("allocate_budget", 3, 3, "rows"),
+    ("allocate_budget", 4, 0, "budget"),
+    ("allocate_budget", 4, 17, "budget"),
+    ("allocate_budget", 5, "best", "seed"),
+    ("pack_rows", 0, torch.ones(4, dtype=torch.int64), "length"),
+    ("pack_rows", 1, torch.ones(4, 15), "candidate"),
+    ("pack_rows", 1, torch.ones(0, 15, dtype=torch.int64), "candidate"),
+    ("pack_rows", 2, torch.ones(3, dtype=torch.int64), "anchor"),
+    ("pack_rows", 3, torch.ones(4, dtype=torch.int64), "context"),
+    ("pack_rows", 4, torch.ones(4, dtype=torch.int32), "page_table"),
+    ("pack_rows", 4, torch.ones(4, 0, dtype=torch.int32), "page_table"),
+    ("pack_rows", 5, 3, "rows"),
+    ("pack_rows", 6, 0, "page"),
+    ("accept_prefix", 0, torch.ones(4, 0, dtype=torch.int64), "candidate"),
+    ("accept_prefix", 1, torch.ones(4, dtype=torch.int64), "length"),
+    ("accept_prefix", 2, torch.ones(4, dtype=torch.int32), "offset"),
+    ("accept_prefix", 3, torch.ones(0, dtype=torch.int64), "choice"),
+]
+
+
+@pytest.mark.parametrize(("name", "position", "value", "named"), REFUSED)
+def test_wrong_arguments_are_named(name: str, position: int, value: Any, named: str) -> None:
+    args = list(arguments(name, 4))
+    args[position] = value
+    with pytest.raises(ValueError, match=rf"^{named}: expected .+, got "):
+        getattr(ops, name)(*args)
