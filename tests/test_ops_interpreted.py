@@ -1,0 +1,96 @@
+"""The Triton kernels without a GPU: run by the interpreter, and compiled for an H200."""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+TESTS = Path(__file__).parent
+TYPES = {
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+    torch.bool: "*i1",
+}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here the kernels are tested on the GPU")
+def test_all_kernel_tests_pass_under_the_interpreter() -> None:
+    """In a process of its own, because Triton decides when it is imported."""
+    files = [str(p) for p in TESTS.glob("test_ops_*.py") if p.name != Path(__file__).name]
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-k", "kernel"]
+    done = subprocess.run(
+        [*command, "-p", "no:cacheprovider", *files],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        cwd=TESTS.parent, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    summary = done.stdout.splitlines()[-1:]
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+    passed = re.search(r"(\d+) passed", str(summary))
+    assert passed is not None
+    assert int(passed[1]) >= 60, summary
+    assert "skipped" not in str(summary)
+
+
+class CompileOnly:
+    """Stands in for a kernel: compiles what would be launched for compute capability 9.0."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self.names: list[str] = []
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        return self.launch
+
+    def launch(self, *args: Any, **options: Any) -> None:
+        import triton
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource
+
+        signature, constants = {}, {}
+        for parameter, value in zip(self.kernel.params, args, strict=True):
+            if parameter.is_constexpr:
+                signature[parameter.name], constants[parameter.name] = "constexpr", value
+            else:
+                is_tensor = isinstance(value, Tensor)
+                signature[parameter.name] = TYPES[value.dtype] if is_tensor else "i32"
+        source = ASTSource(self.kernel, signature, constexprs=constants)
+        target = GPUTarget("cuda", 90, 32)
+        self.names.append(triton.compile(source, target=target, options=options).name)
+
+
+def arguments(name: str, lanes: int, dtype: torch.dtype) -> tuple[Any, ...]:
+    ints = torch.ones(lanes, dtype=torch.int32)
+    longs, table = ints.long(), torch.ones(lanes, 15, dtype=torch.int64)
+    return {
+        "row_statistics": (torch.zeros(lanes, 152_064, dtype=dtype),),
+        "allocate_budget": (table.float(), ints.bool(), ints, 8 * lanes, 8, "paper"),
+        "pack_rows": (ints, table, longs, ints, ints[:, None], 8 * lanes, 128),
+        "accept_prefix": (table, ints, longs, torch.ones(8 * lanes).long()),
+    }[name]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here the kernels are compiled anyway")
+@pytest.mark.parametrize(
+    "name", ["row_statistics", "allocate_budget", "pack_rows", "accept_prefix"]
+)
+def test_kernels_compile_for_an_h200(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler refuses what the interpreter lets pass."""
+    module = import_module(f"dscale.kernels.{name}")
+    kernels = [k for k, v in vars(module).items() if type(v).__name__ == "JITFunction"]
+    stands = {k: CompileOnly(getattr(module, k)) for k in kernels}
+    for kernel, stand in stands.items():
+        monkeypatch.setattr(module, kernel, stand)
+    for lanes, dtype in ((1, torch.float32), (33, torch.bfloat16)):
+        getattr(module, name)(*arguments(name, lanes, dtype))
+    assert kernels
+    assert {k: len(stand.names) for k, stand in stands.items()} == dict.fromkeys(kernels, 2)
