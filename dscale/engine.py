@@ -177,6 +177,7 @@ class Engine:
             host.page_SL[slot, : len(pages)] = pages.int()
             host.logical_SP[slot].fill_(-1)
             host.logical_SP[slot, pages] = torch.arange(len(pages), dtype=torch.int32)
+        workspace.clear([page for request in requests for page in request.pages])
         workspace.upload(host)
 
     def _room_for(self, requests: list[Request]) -> Workspace:

@@ -104,6 +104,16 @@ class Workspace:
         requests.stop_SZ.fill_(-1)
         return requests
 
+    def clear(self, pages: list[int]) -> None:
+        """Zero pages, and scratch, in both pools.
+
+        An earlier request may have left NaN or infinity there, which weigh in even when masked: 0
+        x NaN is NaN."""
+        index = torch.tensor([0, *pages], device=self.device)
+        for pool in (self.pool, self.draft_pool):
+            for buffer in pool.buffers() if pool is not None else ():
+                buffer.view(self.num_pages, -1).index_fill_(0, index, 0)
+
     def upload(self, host: Requests) -> None:
         """Copy host request state over the device's, in place."""
         for ours, theirs in zip(self.requests, host, strict=True):

@@ -166,3 +166,21 @@ def test_the_workspace_grows_and_stays(tmp_path: Path) -> None:
             sizes.append((workspace.max_requests, workspace.num_pages, workspace.num_bytes))
         assert sizes == sorted(sizes)
         assert sizes[-1] == sizes[-2] == sizes[-3]
+
+
+def test_a_call_that_went_wrong_leaves_nothing_behind(tmp_path: Path) -> None:
+    """Zero times NaN is NaN, so a masked key or value of an earlier call could still be seen."""
+    model = tiny_model()
+    want = plain(model, **INPUTS, max_new_tokens=8)
+    weight = model.model.layers[0].self_attn.v_proj.weight
+    kept = weight.detach().clone()
+    with dscale.attach(model, tiny_drafter(tmp_path, model)), torch.no_grad():
+        for value in (torch.nan, torch.inf):
+            weight.fill_(value)
+            model.generate(**INPUTS, max_new_tokens=40)
+            weight.copy_(kept)
+            short = {name: tensor[:1, -9:] for name, tensor in INPUTS.items()}
+            assert torch.equal(
+                model.generate(**short, max_new_tokens=8), plain(model, **short, max_new_tokens=8)
+            )
+            assert torch.equal(model.generate(**INPUTS, max_new_tokens=8), want)
