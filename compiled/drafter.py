@@ -84,6 +84,8 @@ class Drafter(nn.Module):
 
     inv_freq: Tensor
     mask_embedding: Tensor | None
+    fingerprint: str | None
+    """Of the checkpoint it was loaded from, None for one that came from no checkpoint."""
 
     def __init__(
         self,
@@ -97,6 +99,7 @@ class Drafter(nn.Module):
         super().__init__()
         c = config
         self.config = config
+        self.fingerprint = None
         self.fc = empty(c.hidden_size, len(c.taps) * c.hidden_size, dtype=dtype)
         self.hidden_norm = empty(c.hidden_size, dtype=dtype)
         projected = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim

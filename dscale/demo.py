@@ -32,6 +32,7 @@ GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 # The number goes up whenever the conversion below writes something else.
 TARGET_NAME = "smollm2-135m-instruct-2"
 DRAFTER_NAME = "smollm2-135m-dflash"
+PREDICTOR_NAME = "predictor"
 MAX_CONTEXT = 8192
 
 
@@ -60,6 +61,14 @@ def drafter() -> Path:
     path = Path(str(resources.files("dscale"))) / "assets" / DRAFTER_NAME
     if not (path / "config.json").is_file():
         raise FileNotFoundError(f"this installation of dscale lacks its drafter: {path}")
+    return path
+
+
+def predictor() -> Path:
+    """Return the folder of the predictor for `drafter()` that ships with this package."""
+    path = drafter() / PREDICTOR_NAME
+    if not (path / "config.json").is_file():
+        raise FileNotFoundError(f"this installation of dscale lacks its predictor: {path}")
     return path
 
 

@@ -25,6 +25,7 @@ from dscale.drafter_config import (
     inverse_frequencies,
     parse_config,
 )
+from dscale.fingerprint import fingerprint_of
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 MASK_EMBEDDING = "mask_embedding.pt"
@@ -104,8 +105,9 @@ def load_drafter(
 
     Weights go straight to `device` in `dtype` (float32 or bfloat16), each tensor into its place in
     the fused storage. `revision` names a Hub revision. `tokenizer` resolves a `mask_token` string
-    in the config. Raises ValueError naming the key, tensor or argument and what was expected,
-    before any tensor is read; OSError when neither a folder nor a download is to be had.
+    in the config. The stored tensors give the drafter its `fingerprint`. Raises ValueError naming
+    the key, tensor or argument and what was expected, before any tensor is read; OSError when
+    neither a folder nor a download is to be had.
     """
     if dtype not in DTYPES:
         raise ValueError(
@@ -124,6 +126,8 @@ def load_drafter(
                 config, inverse_frequencies(config), dtype=dtype, mask_embedding=mask
             )
         _fill(drafter, found, dtype, device)
+        stored = ((name, found[name][0].get_tensor(found[name][1])) for name in sorted(found))
+        drafter.fingerprint = fingerprint_of(stored, mask)
     return drafter.to(device).eval()
 
 
