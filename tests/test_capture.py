@@ -14,7 +14,7 @@ import dscale.engine
 from dscale.engine import Engine
 
 LENGTHS = [3, 130, 17, 1, 64, 9, 5, 77, 2]
-POOL = 10 * 128
+POOL = 12 * 128
 SETTINGS: list[dict[str, Any]] = [
     {},
     {"do_sample": True, "top_k": 7, "top_p": 0.9, "seed": 5},
