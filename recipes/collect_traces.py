@@ -1,0 +1,200 @@
+"""Collect traces to train a predictor on: full-width verification of training prompts.
+
+    python recipes/collect_traces.py --out runs/traces --prompts train_prompts.jsonl.gz
+
+Writes .npz files of at most 15 MB for recipes/train_predictor.py, which can also collect by
+itself, without a file in between.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import drafter_data as data
+import numpy as np
+import torch
+from drafter_data import Prompt
+from drafter_generate import pad_left, responses_of, stop_ids
+from predictor_traces import Recorder, Traces, save_traces
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import dscale
+import dscale.demo
+from dscale.engine import Engine
+
+ON_GPU = torch.cuda.is_available()
+
+
+class GatheredEngine(Engine):
+    """An engine that gathers pages for attention on a GPU too: slower, but nothing to compile."""
+
+    __slots__ = ()
+    flex = property(lambda self: False)  # type: ignore[assignment]
+
+
+def add_arguments(add: Any) -> None:
+    """The options of a collection, for an `ArgumentParser.add_argument`."""
+    add("--model", default="smollm2", help="'smollm2' (embedded), or a folder or Hub id")
+    add("--drafter", type=Path, default=None, help="a drafter folder; default: the shipped one")
+    add("--dtype", default="bfloat16" if ON_GPU else "float32", choices=["bfloat16", "float32"])
+    add("--prompts", type=Path, nargs="+", default=[], help=".jsonl(.gz): id, source, prompt")
+    add("--num-prompts", type=int, default=3000, help="drawn from all the files")
+    add("--max-prompt", type=int, default=256, help="tokens, template included")
+    add("--max-new", type=int, default=256)
+    add("--batch", type=int, default=256 if ON_GPU else 16, help="requests at a time")
+    add("--temperature", type=float, default=0.0, help="0 is greedy")
+    add("--max-passes", type=int, default=1_000_000, help="stop after the call that reaches it")
+    add("--seconds", type=float, default=600.0, help="start no further call after this time")
+    add("--projected", type=int, default=8, help="dims kept of a drafter hidden state")
+    add("--seed", type=int, default=0)
+
+
+def load_pair(args: argparse.Namespace) -> tuple[Any, Any]:
+    """The target and its tokenizer, on the GPU where there is one."""
+    dtype = getattr(torch, args.dtype)
+    if args.model == "smollm2":
+        return dscale.demo.load(dtype=dtype)
+    device = "cuda:0" if ON_GPU else "cpu"
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype, device_map=device)
+    return model.eval(), AutoTokenizer.from_pretrained(args.model)
+
+
+def draw_prompts(
+    tokenizer: Any, files: Sequence[Path], *, count: int, max_tokens: int, seed: int
+) -> list[Prompt]:
+    """`count` prompts of the files in random order, without repeats, as train_drafter reads
+    them."""
+    if not files:
+        raise ValueError("prompts: expected at least one .jsonl(.gz) file, got none")
+    found = data.load_prompts(tokenizer, files, split="train", max_tokens=max_tokens)
+    unique = list({(p.source, p.id): p for p in found}.values())
+    order = np.random.default_rng([seed, 3]).permutation(len(unique))
+    return [unique[i] for i in order[:count]]
+
+
+def collect(
+    model: Any,
+    drafter: Any,
+    prompts: Sequence[Prompt],
+    *,
+    batch: int,
+    max_new: int,
+    temperature: float = 0.0,
+    seed: int = 0,
+    projected: int = 8,
+    like: Traces | None = None,
+    fit_steps: int = 48,
+    max_passes: int = 1_000_000,
+    seconds: float = 600.0,
+) -> Traces:
+    """Answer prompts, `batch` at a time, at full width, and record every verification pass.
+
+    `drafter`: a folder, a Hub id or a loaded Drafter. `like`: traces whose projection is used (for
+    measured prompts); otherwise the first `fit_steps` steps fit one to `projected` dims.
+    Temperature 0 is greedy; above it, request i samples with seed + i. Stops early after
+    `max_passes` passes or `seconds`, always at the end of a call."""
+    recorder = Recorder(projected, fit_steps)
+    if like is not None:
+        recorder.projection = like.projection.to(model.device)
+        recorder.hidden_mean = like.hidden_mean.to(model.device)
+    spec = dscale.attach(model, drafter=drafter, mode="dflash", capture=False)
+    used: list[tuple[str, str]] = []
+    began, passes = time.monotonic(), 0
+    try:
+        spec.engine.__class__ = GatheredEngine
+        own = spec.engine.drafter
+        about = {"drafter": own.fingerprint or "", "block_size": own.config.block_size}
+        bar = tqdm(range(0, len(prompts), batch), desc="collect traces", unit="call")
+        for start in bar:
+            if passes >= max_passes or time.monotonic() - began > seconds:
+                break
+            part = prompts[start : start + batch]
+            how = {"seed": seed + start} if temperature > 0 else {}
+            with recorder.recording():
+                answers = answer(model, part, max_new, temperature, **how)
+            looped = [data.loop_start(tokens) is not None for tokens in answers]
+            progress = spec.stats.last_progress
+            lengths = [len(p.tokens) for p in part]
+            indices = range(start, start + len(part))
+            passes += recorder.finish(indices, lengths, progress, looped)
+            used += [(p.source, p.id) for p in part]
+            bar.set_postfix(passes=passes)
+    finally:
+        spec.detach()
+    if not passes:
+        raise ValueError(f"prompts: expected answers of two tokens or more, got {len(used)} short")
+    return recorder.traces(used, temperature=temperature, **about)
+
+
+def answer(
+    model: Any, prompts: Sequence[Prompt], max_new: int, temperature: float, seed: int = 0
+) -> list[data.Tokens]:
+    """The new tokens of every prompt, stop token included."""
+    how: dict[str, Any] = {"do_sample": False}
+    if temperature > 0:
+        seeds = list(range(seed, seed + len(prompts)))
+        how = {"do_sample": True, "temperature": temperature, "seed": seeds}
+        how |= {"top_k": 0, "top_p": 1.0}
+    pad = model.generation_config.pad_token_id or 0
+    ids, mask = pad_left([p.tokens for p in prompts], pad, model.device)
+    out = model.generate(ids, attention_mask=mask, max_new_tokens=max_new, **how)
+    return responses_of(out[:, ids.shape[1] :], stop_ids(model))
+
+
+def collect_from(args: argparse.Namespace, model: Any, tokenizer: Any) -> Traces:
+    """What the command line asks for."""
+    prompts = draw_prompts(
+        tokenizer,
+        args.prompts,
+        count=args.num_prompts,
+        max_tokens=args.max_prompt,
+        seed=args.seed,
+    )
+    return collect(
+        model,
+        args.drafter or dscale.demo.drafter(),
+        prompts,
+        batch=args.batch,
+        max_new=args.max_new,
+        temperature=args.temperature,
+        seed=args.seed,
+        projected=args.projected,
+        max_passes=args.max_passes,
+        seconds=args.seconds,
+    )
+
+
+def summary(traces: Traces) -> dict[str, Any]:
+    """Counts for the log and the report; tokens per pass leave out the last pass of an answer."""
+    whole = traces.accepted[~traces.cut].float()
+    plain = traces.accepted[~traces.cut & ~traces.looped].float()
+    return {
+        "prompts": len(traces.prompts),
+        "passes": len(traces),
+        "temperature": traces.temperature,
+        "looping_share": round(float(traces.looped.float().mean()), 4),
+        "tokens_per_pass": round(1 + float(whole.mean()), 4) if len(whole) else None,
+        "tokens_per_pass_no_loops": round(1 + float(plain.mean()), 4) if len(plain) else None,
+    }
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Collect and write."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True)
+    add_arguments(parser.add_argument)
+    args = parser.parse_args(argv)
+    model, tokenizer = load_pair(args)
+    began = time.monotonic()
+    traces = collect_from(args, model, tokenizer)
+    files = save_traces(traces, args.out)
+    took = round(time.monotonic() - began, 1)
+    print(json.dumps({**summary(traces), "files": len(files), "seconds": took}))
+
+
+if __name__ == "__main__":
+    main()
