@@ -168,6 +168,28 @@ def collect_from(args: argparse.Namespace, model: Any, tokenizer: Any) -> Traces
     )
 
 
+def collect_measured(args: argparse.Namespace, model: Any, tokenizer: Any, like: Traces) -> Traces:
+    """Traces of the first prompts of each file in `args.measured`, projected as `like` is."""
+    prompts = data.load_prompts(
+        tokenizer,
+        args.measured,
+        split="eval",
+        max_tokens=args.measured_max_prompt,
+        limit=args.measured_prompts,
+    )
+    return collect(
+        model,
+        args.drafter or dscale.demo.drafter(),
+        prompts,
+        batch=args.batch,
+        max_new=args.max_new,
+        temperature=args.temperature,
+        seed=args.seed + 1_000_000,
+        like=like,
+        seconds=args.seconds,
+    )
+
+
 def summary(traces: Traces) -> dict[str, Any]:
     """Counts for the log and the report; tokens per pass leave out the last pass of an answer."""
     whole = traces.accepted[~traces.cut].float()
