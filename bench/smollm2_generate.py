@@ -40,7 +40,7 @@ def main() -> None:
             args.out / "smollm2_identity.json", identity(model, tokenizer, prompts, args, base)
         )
     rows = []
-    for batch in args.batches:
+    for batch in () if args.skip_speed else args.batches:
         inputs = encode(tokenizer, prompts[:batch], model.device)
         for method in tqdm(args.methods, desc=f"batch {batch}"):
             rows.append(base | measure(model, inputs, method, batch, args))
@@ -62,6 +62,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--commit", default=None)
     parser.add_argument("--skip-identity", action="store_true")
+    parser.add_argument("--skip-speed", action="store_true")
     args = parser.parse_args()
     args.drafter = args.drafter or dscale.demo.drafter()
     return args

@@ -75,27 +75,30 @@ def measure(
     Returns, for each file and overall, tokens per pass with and without looping answers: committed
     tokens over target passes, both counted in decode only.
     """
-    spec = dscale.attach(model, drafter=folder, mode="dflash")
-    counts: dict[str, list[tuple[int, int, bool]]] = {}
-    try:
-        for path in files:
-            prompts = data.load_prompts(
-                tokenizer, [path], split="eval", max_tokens=1 << 30, limit=limit
-            )
-            found = counts.setdefault(path.name.split(".")[0], [])
-            order = sorted(prompts, key=lambda p: -len(p.tokens))
-            for start in tqdm(range(0, len(order), rows), desc=f"measure {path.name}"):
-                part = [p.tokens for p in order[start : start + rows]]
-                ids, mask = pad_left(part, model.generation_config.pad_token_id or 0, model.device)
-                out = model.generate(
-                    ids, attention_mask=mask, max_new_tokens=max_new, do_sample=False
-                )
-                answers = responses_of(out[:, ids.shape[1] :], stop_ids(model))
-                for answer, progress in zip(answers, spec.stats.last_progress, strict=True):
-                    looped = data.loop_start(answer) is not None
-                    found.append((sum(progress), len(progress), looped))
-    finally:
-        spec.detach()
+    jobs = [
+        (path.name.split(".")[0], prompt.tokens)
+        for path in files
+        for prompt in data.load_prompts(
+            tokenizer, [path], split="eval", max_tokens=1 << 30, limit=limit
+        )
+    ]
+    # Longest first: the engine sizes its caches by the first call.
+    jobs.sort(key=lambda job: -len(job[1]))
+    counts: dict[str, list[tuple[int, int, bool]]] = {
+        path.name.split(".")[0]: [] for path in files
+    }
+    with dscale.attach(model, drafter=folder, mode="dflash") as spec:
+        for start in tqdm(range(0, len(jobs), rows), desc="measure"):
+            part = jobs[start : start + rows]
+            pad = model.generation_config.pad_token_id or 0
+            ids, mask = pad_left([tokens for _, tokens in part], pad, model.device)
+            out = model.generate(ids, attention_mask=mask, max_new_tokens=max_new, do_sample=False)
+            answers = responses_of(out[:, ids.shape[1] :], stop_ids(model))
+            for (name, _), answer, progress in zip(
+                part, answers, spec.stats.last_progress, strict=True
+            ):
+                looped = data.loop_start(answer) is not None
+                counts[name].append((sum(progress), len(progress), looped))
     groups = {**counts, "all": [row for rows_ in counts.values() for row in rows_]}
     return {name: _rates(rows_) for name, rows_ in groups.items()}
 
