@@ -127,7 +127,7 @@ def collect(
         spec.detach()
     if not passes:
         raise ValueError(f"prompts: expected answers of two tokens or more, got {len(used)} short")
-    return recorder.traces(used, temperature=temperature, **about)
+    return recorder.traces(used, temperature=temperature, max_new=max_new, **about)
 
 
 def answer(
@@ -198,6 +198,7 @@ def summary(traces: Traces) -> dict[str, Any]:
         "prompts": len(traces.prompts),
         "passes": len(traces),
         "temperature": traces.temperature,
+        "max_new": traces.max_new,
         "looping_share": round(float(traces.looped.float().mean()), 4),
         "tokens_per_pass": round(1 + float(whole.mean()), 4) if len(whole) else None,
         "tokens_per_pass_no_loops": round(1 + float(plain.mean()), 4) if len(plain) else None,

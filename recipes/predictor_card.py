@@ -32,7 +32,7 @@ def model_card(report: dict[str, Any]) -> str:
         "## Data and training",
         "",
         f"{traces['passes']:,} full-width passes over {traces['prompts']:,} training prompts "
-        f"({answers}, at most {options['max_new']} new tokens; {traces['looping_share']:.0%} in "
+        f"({answers}, at most {traces['max_new']} new tokens; {traces['looping_share']:.0%} in "
         f"looping answers, {left_out} training), "
         f"{traces['tokens_per_pass']} tokens per pass. {options['held_out']:.0%} of the prompts "
         f"held out. {train['epochs']} epochs, the best was number {train['best_epoch']}; "

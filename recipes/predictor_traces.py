@@ -48,6 +48,7 @@ class Traces:
     drafter: str
     block_size: int
     temperature: float
+    max_new: int
 
     def __len__(self) -> int:
         return self.accepted.shape[0]
@@ -138,9 +139,9 @@ class Recorder:
         For each request of the call, in order: index and length of its prompt, its progress in
         every pass, whether its answer loops. Raises RuntimeError unless every recorded position
         follows from them."""
-        self.fit()
         if not self._steps:
             return 0
+        self.fit()
         slot, live, context, feature, projected = map(torch.cat, zip(*self._steps, strict=True))
         self._steps.clear()
         # Passes of one request after another, each in the order of its steps.
@@ -202,6 +203,8 @@ def save_traces(traces: Traces, folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     about = {"prompts": traces.prompts, "drafter": traces.drafter}
     about |= {"block_size": traces.block_size, "temperature": traces.temperature}
+    about |= {"max_new": traces.max_new}
+    about["max_new"] = traces.max_new
     rows = {name: getattr(traces, name).cpu().numpy() for name in ROW_FIELDS}
     for name in ("feature", "projected"):
         limit = np.finfo(np.float16).max

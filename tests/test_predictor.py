@@ -97,7 +97,8 @@ def test_nan_logits_leave_the_anchor_its_row() -> None:
     live, limit = torch.ones(2, dtype=torch.bool), torch.full((2,), 99, dtype=torch.int32)
     for scores in (score, running_product(statistics, 2)):
         assert scores.isfinite().all()
-        assert allocate_budget(scores, live, limit, 32, 1, "none").tolist() == [1, 1]
+        room = torch.tensor([32, 1], dtype=torch.int32)
+        assert allocate_budget(scores, live, limit, room, "none").tolist() == [1, 1]
     assert (score[0] == 0).all()
     assert (running_product(statistics, 2)[0, 3:] == 0).all()
 
