@@ -56,7 +56,8 @@ class Predictor(nn.Module):
 
     `projection` [D, J] and `hidden_mean` [D] map a final-normed drafter hidden state to J values;
     `mean`, `std` [inputs] standardise confidence features, projected states and context, in this
-    order. All float32, also where the drafter is bfloat16."""
+    order. All float32, also where the drafter is bfloat16. `dropout`: of hidden activations, in
+    training mode."""
 
     projection: Tensor
     hidden_mean: Tensor
@@ -68,6 +69,7 @@ class Predictor(nn.Module):
         projection."""
         super().__init__()
         self.config = config
+        self.dropout = 0.0
         c, (first, second) = config, config.widths
         self.first = nn.Linear(c.num_inputs, first)
         self.second = nn.Linear(first, second)
@@ -105,7 +107,10 @@ class Predictor(nn.Module):
         unknown_N = x.isnan().any(1, keepdim=True)
         x = ((x - self.mean) / self.std).clamp(-_LIMIT, _LIMIT)
         x = torch.where(unknown_N, 0.0, x)
-        x = F.silu(self.second(F.silu(self.first(x))))
+        for layer in (self.first, self.second):
+            x = F.silu(layer(x))
+            if self.training:
+                x = F.dropout(x, self.dropout)
         log_probability_NC = feature_NCF[..., _LOG_PROBABILITY].clamp(_LOG_PRODUCT[0], 0.0)
         log_product_NC = log_probability_NC.cumsum(1).clamp(*_LOG_PRODUCT)
         odds_NC = log_product_NC - torch.log(-torch.expm1(log_product_NC))

@@ -9,6 +9,7 @@ itself, without a file in between.
 import argparse
 import json
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import numpy as np
 import torch
 from drafter_data import Prompt
 from drafter_generate import pad_left, responses_of, stop_ids
-from predictor_traces import Recorder, Traces, save_traces
+from predictor_traces import Recorder, Traces, save_traces, task_of
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -27,6 +28,8 @@ import dscale.demo
 from dscale.engine import Engine
 
 ON_GPU = torch.cuda.is_available()
+# Questions with short answers, unlike what is measured: a few of each are enough.
+MOST = {"opentriviaqa": 150, "t0": 150, "oasst": 150, "awesome_prompts": 100}
 
 
 class GatheredEngine(Engine):
@@ -43,13 +46,15 @@ def add_arguments(add: Any) -> None:
     add("--dtype", default="bfloat16" if ON_GPU else "float32", choices=["bfloat16", "float32"])
     add("--prompts", type=Path, nargs="+", default=[], help=".jsonl(.gz): id, source, prompt")
     add("--num-prompts", type=int, default=3000, help="drawn from all the files")
+    add("--most", type=json.loads, default=MOST, help="JSON: at most so many of a source")
+    add("--unseen-of", type=Path, default=None, help="train_drafter's --out: those prompts last")
     add("--max-prompt", type=int, default=256, help="tokens, template included")
     add("--max-new", type=int, default=256)
     add("--batch", type=int, default=256 if ON_GPU else 16, help="requests at a time")
     add("--temperature", type=float, default=0.0, help="0 is greedy")
     add("--max-passes", type=int, default=1_000_000, help="stop after the call that reaches it")
     add("--seconds", type=float, default=600.0, help="start no further call after this time")
-    add("--projected", type=int, default=8, help="dims kept of a drafter hidden state")
+    add("--dims", type=int, default=8, help="axes of drafter hidden states kept; 0: all")
     add("--seed", type=int, default=0)
 
 
@@ -63,17 +68,37 @@ def load_pair(args: argparse.Namespace) -> tuple[Any, Any]:
     return model.eval(), AutoTokenizer.from_pretrained(args.model)
 
 
-def draw_prompts(
-    tokenizer: Any, files: Sequence[Path], *, count: int, max_tokens: int, seed: int
-) -> list[Prompt]:
-    """`count` prompts of the files in random order, without repeats, as train_drafter reads
-    them."""
-    if not files:
+def draw_prompts(tokenizer: Any, args: argparse.Namespace) -> list[Prompt]:
+    """`args.num_prompts` prompts of the files in random order, without repeats, at most
+    `args.most[source]` of a source.
+
+    With `args.unseen_of`, a corpus of train_drafter, its own prompts count too, and prompts it has
+    no training response to go first: on the others the drafter does better than it will in use.
+    """
+    if not args.prompts:
         raise ValueError("prompts: expected at least one .jsonl(.gz) file, got none")
-    found = data.load_prompts(tokenizer, files, split="train", max_tokens=max_tokens)
+    found = data.load_prompts(tokenizer, args.prompts, split="train", max_tokens=args.max_prompt)
+    seen: set[tuple[str, str]] = set()
+    if args.unseen_of is not None:
+        corpus = data.load_corpus(args.unseen_of)
+        answered = set(corpus.prompt_of)
+        seen = {task_of(p.source, p.id) for i, p in enumerate(corpus.prompts)
+                if i in answered and p.split == "train"}  # fmt: skip
+        found += [p for p in corpus.prompts if p.split != "eval"]
     unique = list({(p.source, p.id): p for p in found}.values())
-    order = np.random.default_rng([seed, 3]).permutation(len(unique))
-    return [unique[i] for i in order[:count]]
+    order = np.random.default_rng([args.seed, 3]).permutation(len(unique))
+    left, drawn = dict(args.most), []
+    for prompt in sorted(
+        (unique[i] for i in order), key=lambda p: task_of(p.source, p.id) in seen
+    ):
+        left[prompt.source] = left.get(prompt.source, len(unique)) - 1
+        if left[prompt.source] >= 0 and len(drawn) < args.num_prompts:
+            drawn.append(prompt)
+    fresh = sum(task_of(p.source, p.id) not in seen for p in drawn)
+    counts = Counter(p.source for p in drawn)
+    print(json.dumps({"prompts": len(drawn), "unseen": fresh, "sources": counts}), flush=True)
+    # Once more at random, so that the steps the axes are fitted on see every kind.
+    return [drawn[i] for i in np.random.default_rng([args.seed, 5]).permutation(len(drawn))]
 
 
 def collect(
@@ -85,7 +110,7 @@ def collect(
     max_new: int,
     temperature: float = 0.0,
     seed: int = 0,
-    projected: int = 8,
+    dims: int = 8,
     like: Traces | None = None,
     fit_steps: int = 48,
     max_passes: int = 1_000_000,
@@ -94,10 +119,10 @@ def collect(
     """Answer prompts, `batch` at a time, at full width, and record every verification pass.
 
     `drafter`: a folder, a Hub id or a loaded Drafter. `like`: traces whose projection is used (for
-    measured prompts); otherwise the first `fit_steps` steps fit one to `projected` dims.
+    measured prompts); otherwise the first `fit_steps` steps fit one to `dims` axes (0: all).
     Temperature 0 is greedy; above it, request i samples with seed + i. Stops early after
     `max_passes` passes or `seconds`, always at the end of a call."""
-    recorder = Recorder(projected, fit_steps)
+    recorder = Recorder(dims, fit_steps)
     if like is not None:
         recorder.projection = like.projection.to(model.device)
         recorder.hidden_mean = like.hidden_mean.to(model.device)
@@ -147,13 +172,7 @@ def answer(
 
 def collect_from(args: argparse.Namespace, model: Any, tokenizer: Any) -> Traces:
     """What the command line asks for."""
-    prompts = draw_prompts(
-        tokenizer,
-        args.prompts,
-        count=args.num_prompts,
-        max_tokens=args.max_prompt,
-        seed=args.seed,
-    )
+    prompts = draw_prompts(tokenizer, args)
     return collect(
         model,
         args.drafter or dscale.demo.drafter(),
@@ -162,7 +181,7 @@ def collect_from(args: argparse.Namespace, model: Any, tokenizer: Any) -> Traces
         max_new=args.max_new,
         temperature=args.temperature,
         seed=args.seed,
-        projected=args.projected,
+        dims=args.dims,
         max_passes=args.max_passes,
         seconds=args.seconds,
     )

@@ -1,5 +1,6 @@
 """The model card of a predictor, written from the report of its training alone."""
 
+import json
 from typing import Any
 
 
@@ -35,7 +36,9 @@ def model_card(report: dict[str, Any]) -> str:
         f"({answers}, at most {traces['max_new']} new tokens; {traces['looping_share']:.0%} in "
         f"looping answers, {left_out} training), "
         f"{traces['tokens_per_pass']} tokens per pass. {options['held_out']:.0%} of the prompts "
-        f"held out. {train['epochs']} epochs, the best was number {train['best_epoch']}; "
+        f"held out. The best of {len(train['trials'])} trials by held-out loss, "
+        f"{json.dumps(train['options'])}: {train['epochs']} epochs, the best was number "
+        f"{train['best_epoch']}; "
         f"{report['seconds']} seconds on {report['environment']['gpu']}.",
         "",
     ]

@@ -69,10 +69,10 @@ class Traces:
 class Recorder:
     """Keeps what the drafter shows of every step, on the device; `finish` adds the outcome.
 
-    The hidden states of the first `fit_steps` steps are kept whole until their principal axes are
-    known; later ones are projected at once."""
+    `dims`: principal axes of the hidden states to keep, 0 for all. The hidden states of the first
+    `fit_steps` steps are kept whole until the axes are known; later ones are projected at once."""
 
-    projected: int
+    dims: int
     fit_steps: int
     projection: Tensor | None = None
     hidden_mean: Tensor | None = None
@@ -125,7 +125,7 @@ class Recorder:
         self.hidden_mean = hidden_XD.mean(0).float()
         centred = hidden_XD - self.hidden_mean.double()
         _, axes = torch.linalg.eigh(centred.T @ centred)
-        self.projection = axes[:, -self.projected :].flip(1).float().contiguous()
+        self.projection = axes[:, -self.dims :].flip(1).float().contiguous()
         for index, hidden_NCD in enumerate(self._unprojected):
             self._steps[index] = (*self._steps[index][:-1], self._project(hidden_NCD))
         self._unprojected.clear()
@@ -186,6 +186,12 @@ class Recorder:
             prompts=prompts,
             **about,
         )
+
+
+def task_of(source: str, name: str) -> tuple[str, str]:
+    """What a prompt asks: one task in two wordings shares the last part of its id, and its source
+    up to `_stub`."""
+    return source.removesuffix("_stub"), name.rsplit("/", 1)[-1]
 
 
 def recent_of(progress: Sequence[Sequence[int]]) -> Tensor:

@@ -29,6 +29,16 @@ from dscale.predictor_files import save_predictor
 sys.path.append(str(Path(__file__).parents[1]))
 from bench.rows import environment, write_rows
 
+# Tried in turn; the one with the lowest loss on held-out prompts is kept.
+TRIALS = [
+    {"projection_lr": 0.0, "dropout": 0.1},
+    {"projection_lr": 0.0, "dropout": 0.3},
+    {"projection_lr": 1.0, "dropout": 0.1},
+    {"projection_lr": 1.0, "dropout": 0.3},
+    {"projection_lr": 1.0, "dropout": 0.3, "projection_decay": 10.0},
+    {"hidden": 0, "dropout": 0.1},
+]
+
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line; see `--help`."""
@@ -46,7 +56,9 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--draws", type=int, default=4, help="times all passes are dealt out to cohorts")
     add("--model-name", default="SmolLM2-135M-Instruct", help="what the model card calls it")
     add("--commit", default=None, help="for the result rows; default: the checked-out one")
+    add("--trials", type=json.loads, default=TRIALS, help="JSON: list of changed options")
     collecting.add_arguments(add)
+    parser.set_defaults(dims=0)
     for item in fields(TrainOptions):
         if item.name != "seed":
             add("--" + item.name.replace("_", "-"), type=type(item.default), default=item.default)
@@ -73,6 +85,26 @@ def gather(args: argparse.Namespace) -> tuple[Traces, Traces | None, dict[str, f
         if args.save_traces:
             save_traces(measured, args.out / "measured-traces")
     return traces, measured, seconds
+
+
+def best_of(
+    args: argparse.Namespace, kept: Traces, held: Traces
+) -> tuple[Predictor, dict[str, Any]]:
+    """Train with every trial's options; the predictor with the lowest held-out loss, its history,
+    and what all trials came to."""
+    train, val = (training.usable(part, args.loops) for part in (kept, held))
+    common = {f.name: getattr(args, f.name) for f in fields(TrainOptions)}
+    found = []
+    for trial in args.trials or [{}]:
+        options = TrainOptions(**(common | trial))
+        predictor, history = training.train(train, val, options)
+        fit = reporting.fit_of(predictor, val)
+        figures = {k: fit[k] for k in ("r2", "spearman", "calibration_error")}
+        found.append((predictor, history | {"options": trial} | figures))
+        print(json.dumps({k: v for k, v in found[-1][1].items() if k != "history"}), flush=True)
+    predictor, best = min(found, key=lambda pair: pair[1]["val_loss"])
+    trials = [{k: v for k, v in row.items() if k != "history"} for _, row in found]
+    return predictor, best | {"trials": trials}
 
 
 def evaluate(
@@ -113,11 +145,8 @@ def main(argv: list[str] | None = None) -> None:
     traces, measured, seconds = gather(args)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     kept, held = training.split_prompts(traces.to(device), args.held_out, args.seed)
-    options = TrainOptions(**{f.name: getattr(args, f.name) for f in fields(TrainOptions)})
     began = time.monotonic()
-    predictor, history = training.train(
-        training.usable(kept, args.loops), training.usable(held, args.loops), options
-    )
+    predictor, history = best_of(args, kept, held)
     seconds["train"] = round(time.monotonic() - began, 1)
     # Saved before it is measured, so that no later failure costs the training.
     save_predictor(predictor, args.out / "predictor")

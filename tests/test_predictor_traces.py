@@ -71,9 +71,7 @@ def traced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     out = model.generate(**left_padded(rows), max_new_tokens=NEW + 16)
     texts = [row[130 - n :].tolist() for row, n in zip(out, LENGTHS, strict=True)]
     lucky(monkeypatch, texts)
-    traces = collecting.collect(
-        model, folder, PROMPTS, batch=3, max_new=NEW, projected=6, fit_steps=4
-    )
+    traces = collecting.collect(model, folder, PROMPTS, batch=3, max_new=NEW, dims=6, fit_steps=4)
     return SimpleNamespace(model=model, folder=folder, texts=texts, traces=traces)
 
 
