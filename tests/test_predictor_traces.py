@@ -44,8 +44,8 @@ def lucky(monkeypatch: pytest.MonkeyPatch, answers: list[list[int]]) -> None:
     forward = Decide.forward
     by_prompt = {tuple(a[:4]): a for a in answers}
 
-    def patched(self: Decide, requests: Requests, step: Step) -> None:
-        forward(self, requests, step)
+    def patched(self: Decide, requests: Requests, step: Step, *packed: Any) -> None:
+        forward(self, requests, step, *packed)
         for lane, slot in enumerate(step.slot_N.tolist()):
             text = texts[slot]
             context = int(requests.context_S[slot])
@@ -77,7 +77,7 @@ def traced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 def test_labels_and_histories_follow_the_progress(traced: SimpleNamespace) -> None:
     traces, progress = traced.traces, []
-    with dscale.attach(traced.model, traced.folder) as spec:
+    with dscale.attach(traced.model, traced.folder, mode="dflash") as spec:
         for start in (0, 3):
             collecting.answer(traced.model, PROMPTS[start : start + 3], NEW, 0.0)
             progress += spec.stats.last_progress
@@ -130,7 +130,7 @@ def test_features_and_projections_are_the_dense_drafter_s(traced: SimpleNamespac
 
 def test_misaligned_passes_are_refused(traced: SimpleNamespace) -> None:
     recorder = collecting.Recorder(4, 2)
-    with dscale.attach(traced.model, traced.folder) as spec, recorder.recording():
+    with dscale.attach(traced.model, traced.folder, mode="dflash") as spec, recorder.recording():
         collecting.answer(traced.model, PROMPTS[:2], 8, 0.0)
         progress = [list(p) for p in spec.stats.last_progress]
     progress[0][0] += 1

@@ -23,7 +23,7 @@ import collect_traces as collecting
 import predictor_report as reporting
 import predictor_training as training
 import train_predictor
-from drafter_data import Prompt
+from drafter_data import Corpus, Prompt, save_corpus
 from predictor_traces import Traces
 
 RAW = drafter_json(
@@ -128,6 +128,61 @@ def test_random_contexts_cover_what_a_run_shows() -> None:
     fixed = training.fixed_context(traces, 32, 4.0)
     assert fixed[0, :2].tolist() == pytest.approx([np.log2(33) / 8, 0.25])
     assert (fixed[:, 2] == 1).all()
+
+
+def prompts_of(source: str, count: int, split: str = "train") -> list[Prompt]:
+    return [
+        Prompt(id=f"{source}/{i}", source=source, split=split, text="x", tokens=np.array([5, i]))
+        for i in range(count)
+    ]
+
+
+def test_prompts_that_the_drafter_has_not_seen_go_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = [*prompts_of("gsm", 30), *prompts_of("trivia", 30)]
+    monkeypatch.setattr(collecting.data, "load_prompts", lambda *_, **__: list(files))
+    own = [*prompts_of("self", 5, "val"), *prompts_of("gsm", 30), *prompts_of("test", 5, "eval")]
+    answered = [*range(0, 5), *range(5, 25), *range(35, 40)]
+    corpus = Corpus(
+        prompts=own, prompt_of=answered, temperature=[0.0] * 30, looped=[False] * 30,
+        responses=[np.array([1, 2, 3])] * 30,
+    )  # fmt: skip
+    save_corpus(corpus, tmp_path, vocab_size=100)
+    base = ["--out", "x", "--prompts", "a", "--most", '{"trivia": 4}', "--num-prompts"]
+    args = train_predictor.arguments([*base, "24", "--unseen-of", str(tmp_path)])
+    drawn = [(p.source, p.id) for p in collecting.draw_prompts(None, args)]
+    assert len(drawn) == len(set(drawn)) == 24
+    unseen = {("gsm", f"gsm/{i}") for i in range(20, 30)} | {(p.source, p.id) for p in own[:5]}
+    assert unseen < set(drawn)
+    assert sum(source == "trivia" for source, _ in drawn) == 4
+    assert sum(source == "test" for source, _ in drawn) == 0
+    again = [(p.source, p.id) for p in collecting.draw_prompts(None, args)]
+    assert again == drawn
+    everything = train_predictor.arguments([*base, "999"])
+    assert len(collecting.draw_prompts(None, everything)) == 34
+
+
+def test_a_learned_projection_finds_an_axis_of_little_variance() -> None:
+    traces = synthetic(3000, lambda z: torch.sigmoid(2 * z + 1.0), 6)
+    traces.projected = traces.projected.flip(2)  # what matters comes last
+    train, val = training.split_prompts(traces, 0.2, 0)
+    common: dict[str, Any] = {"epochs": 10, "batch_size": 128, "projected": 2}
+    losses = {}
+    for rate in (0.0, 3.0):
+        options = training.TrainOptions(**common, projection_lr=rate, projection_decay=0.0)
+        predictor, history = training.train(train, val, options)
+        losses[rate] = history["val_loss"]
+        context = training.fixed_context(val, 16, 8.0)
+        hidden = val.projected @ val.projection.T + val.hidden_mean
+        mine = predictor(val.feature, hidden, context)
+        torch.testing.assert_close(mine, training.scores(predictor, val, context))
+        assert predictor.projection.shape == (HIDDEN, 2)
+    assert losses[3.0] < 0.9 * losses[0.0]
+    blind, _ = training.train(train, val, training.TrainOptions(**common, hidden=0))
+    assert (blind.projection == 0).all()
+    with pytest.raises(ValueError, match="at most the traces' 8 dims, got 9"):
+        training.train(train, val, training.TrainOptions(projected=9))
 
 
 def test_the_whole_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
