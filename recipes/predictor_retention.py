@@ -53,10 +53,12 @@ def retention(accepted: Tensor, length: Tensor) -> float:
 
 @dataclass(slots=True)
 class Tally:
-    """Accepted tokens kept by one policy, per prompt, float64 [Q], and its rows per request."""
+    """Accepted tokens kept by one policy, per prompt, float64 [Q]; its rows per request; and the
+    retention its scores promise, which is about the true one where they are calibrated."""
 
     kept_Q: Tensor
     rows: float
+    promised: float | None = None
 
 
 def cohorts_of(count: int, size: int, draws: int, seed: int) -> Tensor:
@@ -100,7 +102,10 @@ def tallies(
     for seed in SEEDS:
         found["raw", seed] = tally(seed_lengths(scores["predictor"], seed))
         for policy in ("running_product", "predictor"):
-            found[policy, seed] = tally(allocate(scores[policy], budget, seed))
+            length_GN = allocate(scores[policy], budget, seed)
+            found[policy, seed] = tally(length_GN)
+            taken = scores[policy] * (position_C < length_GN[..., None])
+            found[policy, seed].promised = float(taken.sum() / scores[policy].sum())
     found["oracle", "none"] = tally(allocate(scores["oracle"], budget, "none"))
     return per_prompt(accepted_GN), found
 
@@ -149,6 +154,8 @@ def policy_rows(
             "high": high,
             "rows_per_request": round(tally.rows, 4),
         }
+        if tally.promised is not None:
+            row["promised"] = round(tally.promised, 5)
         if policy == "predictor":
             for name, other in others.items():
                 low, high = interval(sampled[key] - sampled[other])

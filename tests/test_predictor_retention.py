@@ -80,13 +80,15 @@ def test_tallies_per_prompt_and_every_policy() -> None:
         ("fixed", "none"), ("oracle", "none"),
         *((p, s) for p in ("raw", "predictor", "running_product") for s in SEEDS),
     }  # fmt: skip
-    kept = torch.zeros(5, dtype=torch.float64)
+    kept, taken = torch.zeros(5, dtype=torch.float64), 0.0
     for cohort in cohorts:
         k = retaining.allocate(score[cohort][None], 4, "paper")[0]
         for i, n in zip(cohort, k, strict=True):
             kept[prompt[i]] += min(int(accepted[i]), int(n) - 1)
+            taken += float(score[i, : int(n) - 1].sum())
     assert found["predictor", "paper"].kept_Q.tolist() == kept.tolist()
     assert found["predictor", "paper"].rows == 4.0
+    assert found["predictor", "paper"].promised == pytest.approx(taken / float(2 * score.sum()))
     assert found["fixed", "none"].kept_Q.sum() == 2 * accepted.clamp(max=3).sum()
     assert found["oracle", "none"].kept_Q.sum() >= found["predictor", "none"].kept_Q.sum()
 
