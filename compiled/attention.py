@@ -4,7 +4,7 @@ call.
 Rows of all requests are packed flat, `[R, ...]`. For attention they are gathered into tiles, one
 per lane, of T rows; under grouped-query attention the G query heads that share a KV head become
 one tile of G * T rows, head major (tile row q = g * T + t), so that keys and values are read once
-(docs/design.md, "Tiles").
+(docs/design.md, "Tiles"). A per-head tile, for comparison, keeps the heads apart.
 
 Shapes: N lanes, T tile height, R rows, H query heads, K KV heads, G = H / K, E head_dim, P pages,
 S keys."""
@@ -55,15 +55,23 @@ class Tile:
 
     `height` T rows per lane. `causal`: row t sees positions <= context + t; otherwise every row
     sees positions < context + T (the draft block, which is bidirectional). `flex`: FlexAttention,
-    else gathered pages and SDPA."""
+    else gathered pages and SDPA. `per_head`: a tile for each query head instead of one for each
+    group. `block`: rows of a query block, None for what the tile needs (both matter to
+    FlexAttention only)."""
 
     height: int
     causal: bool = True
     flex: bool = True
+    per_head: bool = False
+    block: int | None = None
+
+    def heads(self, group: int) -> int:
+        """Query heads that share a tile."""
+        return 1 if self.per_head and self.flex else group
 
     def q_block(self, group: int) -> int:
         """Rows of one query block: the packed tile, padded to a power of two, at most 128."""
-        return min(128, 1 << (self.height * group - 1).bit_length())
+        return self.block or min(128, 1 << (self.height * self.heads(group) - 1).bit_length())
 
 
 def paged_mask(logical_NP: Tensor, context_N: Tensor, tile: Tile) -> MaskMod:
@@ -98,7 +106,7 @@ def block_tables(paging: Paging, tile: Tile, group: int) -> BlockTables:
     The index tables span all physical pages because FlexAttention's CPU lowering demands it.
     """
     logical_pages, num_pages = paging.page_NL.shape[1], paging.logical_NP.shape[1]
-    num_blocks = -(-tile.height * group // tile.q_block(group))
+    num_blocks = -(-tile.height * tile.heads(group) // tile.q_block(group))
     full_N = paging.context_N // PAGE
     used_N = torch.clamp((paging.context_N + tile.height + PAGE - 1) // PAGE, max=logical_pages)
     tail_NL = full_N[:, None] + torch.arange(logical_pages, device=full_N.device)
@@ -135,7 +143,7 @@ def block_mask(tables: BlockTables, paging: Paging, tile: Tile, group: int) -> B
         *tables,
         BLOCK_SIZE=(tile.q_block(group), PAGE),
         mask_mod=paged_mask(paging.logical_NP, paging.context_N, tile),
-        seq_lengths=(tile.height * group, paging.logical_NP.shape[1] * PAGE),
+        seq_lengths=(tile.height * tile.heads(group), paging.logical_NP.shape[1] * PAGE),
         compute_q_blocks=False,
     )
 
@@ -162,20 +170,28 @@ def attend(
     kv_heads = pool[0].shape[1]
     group = num_heads // kv_heads
     lanes, height = rows.row_NT.shape
-    q_NKQE = (
+    shared = tile.heads(group)
+    q_NXQE = (
         q_RHE[rows.row_NT]
-        .view(lanes, height, kv_heads, group, head_dim)
+        .view(lanes, height, num_heads // shared, shared, head_dim)
         .permute(0, 2, 3, 1, 4)
-        .reshape(lanes, kv_heads, group * height, head_dim)
+        .reshape(lanes, num_heads // shared, shared * height, head_dim)
     )
     if isinstance(seen, Tensor):
-        out = gathered_attention(q_NKQE, pool, paging, seen)
+        out = gathered_attention(q_NXQE, pool, paging, seen)
     else:
         mask = block_mask(seen, paging, tile, group)
         key, value = (x.transpose(0, 1)[None] for x in pool)
         flex = flex_attention if q_RHE.device.type == "cpu" else compiled_flex
-        out = flex(q_NKQE, key, value, block_mask=mask, kernel_options=kernel_options(tile, group))
-    out = out.view(lanes, kv_heads, group, height, head_dim).permute(0, 3, 1, 2, 4)
+        out = flex(
+            q_NXQE,
+            key,
+            value,
+            block_mask=mask,
+            enable_gqa=shared != group,
+            kernel_options=kernel_options(tile, group),
+        )
+    out = out.view(lanes, num_heads // shared, shared, height, head_dim).permute(0, 3, 1, 2, 4)
     return out[rows.lane_R, rows.tile_row_R].reshape(num_rows, num_heads * head_dim)
 
 

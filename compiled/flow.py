@@ -1,7 +1,8 @@
-"""The records that flow between the stages of a step, and the rows a uniform step verifies.
+"""The records that flow between the stages of a step, the rows they verify, and the commit.
 
-Shapes: S request slots (the last one is the idle slot, never live), N lanes of this step, W block
-size, L logical pages, P physical pages, Z stop ids, T rows per lane, R = N * T rows."""
+Shapes: S request slots (the last one is the idle slot, never live), N lanes of this step, W = 16
+block and tile rows, C = W - 1 candidates, M packed rows, L logical pages, P physical pages, Z stop
+ids, K recent passes, T rows per lane of a uniform step, R = N * T."""
 
 from __future__ import annotations
 
@@ -10,9 +11,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dscale.compiled.attention import Rows
+from dscale.compiled.attention import VERIFY_TILE, Rows
 from dscale.compiled.kv import Paging, slots_of
+from dscale.compiled.predictor import RECENT
 from dscale.compiled.sampling import Sampling
+
+# Columns of `Step.result_NX`, all int32: one copy to the host carries them.
+TOKENS = slice(0, VERIFY_TILE)
+COUNT, LIVE, LENGTH = VERIFY_TILE, VERIFY_TILE + 1, VERIFY_TILE + 2
+SCORES = slice(VERIFY_TILE + 3, 2 * VERIFY_TILE + 2)
+RESULT_COLUMNS = 2 * VERIFY_TILE + 2
 
 
 class Requests(NamedTuple):
@@ -24,7 +32,8 @@ class Requests(NamedTuple):
 
     `context_S`, `remaining_S` int32; `anchor_S`, `seed_S`, `top_k_S` int64; `live_S` bool;
     `temperature_S`, `top_p_S`, `min_p_S` float32; `page_SL`, `logical_SP` int32 (see Paging);
-    `stop_SZ` int64, padded with -1."""
+    `stop_SZ` int64, padded with -1. `recent_SK` int32: drafted tokens accepted in the last passes,
+    newest first, -1 where there was none yet."""
 
     context_S: Tensor
     remaining_S: Tensor
@@ -38,6 +47,7 @@ class Requests(NamedTuple):
     page_SL: Tensor
     logical_SP: Tensor
     stop_SZ: Tensor
+    recent_SK: Tensor
 
     def paging(self, slot_N: Tensor) -> Paging:
         """Page tables and context lengths of the lanes."""
@@ -58,15 +68,34 @@ class Step(NamedTuple):
     """Fixed-address buffers of one step of N lanes: what the stages hand to each other and to the
     host.
 
-    `slot_N` int64 in: each lane's request slot. `candidate_NC` int64 [N, W - 1]: decide to verify.
-    `token_NW` int64, `count_N` int32, `live_N` bool out: tokens committed in this step (the first
-    `count_N` of each row) and whether the request goes on."""
+    In: `slot_N` int64, each lane's request slot; `room` int32 [2], rows there is room for and rows
+    per live request. Decide to verify: `candidate_NC` int64, `length_N` int32 (rows of each lane,
+    k_i), `offset_N` int64 (its first row). Out: `result_NX` int32, the columns TOKENS, COUNT (how
+    many of TOKENS are committed), LIVE (whether the request goes on), LENGTH (k_i) and SCORES (the
+    bits of float32 scores)."""
 
     slot_N: Tensor
+    room: Tensor
     candidate_NC: Tensor
-    token_NW: Tensor
-    count_N: Tensor
-    live_N: Tensor
+    length_N: Tensor
+    offset_N: Tensor
+    result_NX: Tensor
+
+
+class Packed(NamedTuple):
+    """Fixed-address buffers of M packed rows, as `pack_rows` lays them out, int64."""
+
+    token_M: Tensor
+    position_M: Tensor
+    slot_M: Tensor
+    lane_M: Tensor
+    tile_row_M: Tensor
+    row_NT: Tensor
+
+    def rows(self) -> Rows:
+        """The rows for attention. A lane without rows points past the last one: cut here."""
+        row_NT = torch.clamp(self.row_NT, max=self.token_M.shape[0] - 1)
+        return Rows(self.position_M, self.slot_M, self.lane_M, self.tile_row_M, row_NT)
 
 
 def uniform_rows(paging: Paging, width: int, height: int) -> Rows:
@@ -114,6 +143,14 @@ def commit(
     requests.anchor_S.index_put_((slot_N,), last_N)
     requests.remaining_S.index_put_((slot_N,), remaining_N - count_N)
     requests.live_S.index_put_((slot_N,), live_N)
-    step.token_NW[:, : choice_NT.shape[1]].copy_(choice_NT)
-    step.count_N.copy_(count_N)
-    step.live_N.copy_(live_N)
+    step.result_NX[:, : choice_NT.shape[1]].copy_(choice_NT)
+    step.result_NX[:, COUNT].copy_(count_N)
+    step.result_NX[:, LIVE].copy_(live_N)
+
+
+def remember(requests: Requests, slot_N: Tensor, accepted_N: Tensor, length_N: Tensor) -> None:
+    """Put accepted counts in front of the recent ones of lanes that verified a candidate."""
+    recent_NK = requests.recent_SK[slot_N]
+    newer_NK = torch.cat((accepted_N.int()[:, None], recent_NK[:, : RECENT - 1]), 1)
+    recent_NK = torch.where(length_N[:, None] > 1, newer_NK, recent_NK)
+    requests.recent_SK.index_put_((slot_N,), recent_NK)

@@ -1,23 +1,26 @@
 """The verification stage: one target pass over the chosen rows, acceptance, the draft cache, the
-commit."""
+commit.
+
+Shapes: N lanes, W = 16 block, C = W - 1 candidates, M packed rows, T rows per lane."""
 
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from dscale.compiled.attention import VERIFY_TILE, Tile
+from dscale.compiled.attention import VERIFY_TILE, Rows, Tile
 from dscale.compiled.drafter import Drafter
-from dscale.compiled.flow import Requests, Step, commit, uniform_rows
-from dscale.compiled.kv import KVPool
+from dscale.compiled.flow import Packed, Requests, Step, commit, remember, uniform_rows
+from dscale.compiled.kv import KVPool, Paging
 from dscale.compiled.sampling import Chooser, choose
 from dscale.compiled.target import Target
+from dscale.kernels import ops
 from dscale.kernels.reference import accept_prefix
 
 
 class Verify(nn.Module):
-    """Verify `rows` rows of every lane: the anchor and the first rows - 1 candidates (rows 1:
-    plain decoding)."""
+    """Verify packed rows, or without `packed` `rows` rows of every lane: the anchor and the first
+    rows - 1 candidates (rows 1: plain decoding)."""
 
     def __init__(
         self,
@@ -27,30 +30,43 @@ class Verify(nn.Module):
         draft_pool: KVPool | None,
         rows: int,
         chooser: Chooser,
-        flex: bool,
+        tile: Tile,
     ) -> None:
+        """`rows` at most `tile.height`; packed rows need a tile of 16."""
         super().__init__()
         self.target, self.pool = target, pool
         self.drafter, self.draft_pool = drafter, draft_pool
-        self.rows, self.chooser = rows, chooser
-        # FlexAttention wants a full 16-row tile; the gathered route computes just the rows there
-        # are.
-        self.tile = Tile(height=VERIFY_TILE if flex else rows, flex=flex)
+        self.rows, self.chooser, self.tile = rows, chooser, tile
 
-    def forward(self, requests: Requests, step: Step) -> None:
+    def forward(self, requests: Requests, step: Step, packed: Packed | None = None) -> None:
         paging = requests.paging(step.slot_N)
-        rows = uniform_rows(paging, self.rows, self.tile.height)
-        anchor_N = requests.anchor_S[step.slot_N]
-        candidate_NC = step.candidate_NC[:, : self.rows - 1]
-        token_NT = torch.cat((anchor_N[:, None], candidate_NC), 1)
-        hidden, taps = self.target(token_NT.reshape(-1), rows, paging, self.pool, self.tile)
-        sampling = requests.sampling(step.slot_N[rows.lane_R])
-        choice_R = choose(self.target.logits(hidden), rows.position_R + 1, sampling, self.chooser)
-        choice_NT = choice_R.view(-1, self.rows)
-        length_N = torch.full_like(anchor_N, self.rows)
-        accepted_N, _ = accept_prefix(candidate_NC, length_N, choice_NT)
+        if packed is None:
+            rows = uniform_rows(paging, self.rows, self.tile.height)
+            anchor_N = requests.anchor_S[step.slot_N]
+            candidate_NC = step.candidate_NC[:, : self.rows - 1]
+            token_M = torch.cat((anchor_N[:, None], candidate_NC), 1).reshape(-1)
+            choice_NT = self.choose(requests, step, token_M, rows, paging).view(-1, self.rows)
+            length_N = torch.full_like(anchor_N, self.rows)
+            accepted_N, _ = accept_prefix(candidate_NC, length_N, choice_NT)
+        else:
+            choice_M = self.choose(requests, step, packed.token_M, packed.rows(), paging)
+            length_N = step.length_N
+            accepted_N, _ = ops.accept_prefix(step.candidate_NC, length_N, step.offset_N, choice_M)
+            column_T = torch.arange(VERIFY_TILE, device=choice_M.device)
+            row_NT = torch.clamp(step.offset_N[:, None] + column_T, max=choice_M.shape[0] - 1)
+            choice_NT = choice_M[row_NT]
+        if self.drafter is not None:
+            remember(requests, step.slot_N, accepted_N, length_N)
+        commit(requests, step, choice_NT, accepted_N, advance=True)
+
+    def choose(
+        self, requests: Requests, step: Step, token_M: Tensor, rows: Rows, paging: Paging
+    ) -> Tensor:
+        """The target's token after each row, int64 `[M]`; both caches get the rows."""
+        hidden, taps = self.target(token_M, rows, paging, self.pool, self.tile)
         if self.drafter is not None and self.draft_pool is not None and taps is not None:
             # Rejected rows enter the draft cache too: the next block overwrites their slots before
             # they are read.
             self.drafter.write_context(taps, rows.position_R, rows.slot_R, self.draft_pool)
-        commit(requests, step, choice_NT, accepted_N, advance=True)
+        sampling = requests.sampling(step.slot_N[rows.lane_R])
+        return choose(self.target.logits(hidden), rows.position_R + 1, sampling, self.chooser)

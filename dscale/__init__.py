@@ -1,8 +1,9 @@
 """DScale decodes Hugging Face causal language models faster, token for token the same."""
 
 from dscale import demo
+from dscale.attach import attach, generate
 from dscale.config import EngineConfig
-from dscale.generate import Attachment, attach, generate
+from dscale.generate import Attachment
 from dscale.stats import Stats
 
 __version__ = "0.1.0"

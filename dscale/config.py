@@ -6,16 +6,34 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from dscale.compiled.attention import PREFILL_TILE, VERIFY_TILE
+from dscale.kernels.reference_rows import SEEDS
 
-Mode = Literal["ar", "dflash"]
+Budget = int | Literal["half", "auto"] | None
+
+Mode = Literal["ar", "dflash", "+tiles", "+budget", "dscale"]
+
+ADAPTIVE: tuple[Mode, ...] = ("+budget", "dscale")
+"""Modes that give each request its own number of rows."""
+
+HALF = 8
+"""Rows per live request of budget "half": half a block, as in the paper (section IV)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Settings of one engine.
 
-    `mode`: "ar" decodes one token per pass without a drafter, "dflash" drafts and verifies.
-    `budget`: rows each request verifies per pass, 1 to 16, anchor included; None is full width.
+    `mode`: the steps of the paper's ablation. "ar" decodes one token per pass without a drafter.
+    "dflash" drafts, and verifies the same number of rows for every request with the attention tile
+    of the prefill; "+tiles" with the 16-row tile. "+budget" shares rows by the drafts' chances,
+    the lengths read back by the host before verify; "dscale" does so without that read.
+
+    `budget`, anchors included. In "dflash" and "+tiles": rows of every request and pass, 1 to 16,
+    None for the full width. In "+budget" and "dscale": rows per live request on average, 1 to 16;
+    "half" for 8; "auto" (also None in "dscale") to choose the capacity of each step by expected
+    progress over measured time; None in "+budget" is "half". `budget_seed`: where Algorithm 1
+    starts, one of kernels.reference_rows.SEEDS.
+
     `prefill_chunk`: prompt tokens per request and prefill pass, a multiple of 128. `pool_tokens`:
     capacity of the paged cache in tokens; None grows it to what a call needs. `pack_weights`: on a
     CPU, keep a second copy of the projections in oneDNN's blocked layout, for faster
@@ -25,8 +43,9 @@ class EngineConfig:
     Raises ValueError naming the setting that is out of range.
     """
 
-    mode: Mode = "dflash"
-    budget: int | None = None
+    mode: Mode = "dscale"
+    budget: Budget = None
+    budget_seed: str = "none"
     prefill_chunk: int = 512
     pool_tokens: int | None = None
     pack_weights: bool = False
@@ -35,13 +54,16 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):
             raise ValueError(f"mode: expected one of {get_args(Mode)}, got {self.mode!r}")
-        if self.budget is not None and (
-            not _is_int(self.budget) or not 1 <= self.budget <= VERIFY_TILE
-        ):
+        words = ("half", "auto") if self.adaptive else ()
+        in_range = _is_int(self.budget) and 1 <= self.budget <= VERIFY_TILE  # type: ignore[operator]
+        if self.budget is not None and self.budget not in words and not in_range:
+            expected = " or ".join(map(repr, (None, *words)))
             raise ValueError(
-                f"budget: expected None or rows per request in 1..{VERIFY_TILE}, "
-                f"got {self.budget!r}"
+                f"budget: expected {expected} or rows per request in 1..{VERIFY_TILE} in mode "
+                f"{self.mode!r}, got {self.budget!r}"
             )
+        if self.budget_seed not in SEEDS:
+            raise ValueError(f"budget_seed: expected one of {SEEDS}, got {self.budget_seed!r}")
         chunk, pool = self.prefill_chunk, self.pool_tokens
         if not _is_int(chunk) or chunk < 1 or chunk % PREFILL_TILE:
             raise ValueError(
@@ -53,6 +75,32 @@ class EngineConfig:
             raise ValueError(f"pack_weights: expected True or False, got {self.pack_weights!r}")
         if self.capture not in (None, True, False):
             raise ValueError(f"capture: expected None, True or False, got {self.capture!r}")
+
+    @property
+    def adaptive(self) -> bool:
+        """Whether requests get different numbers of rows."""
+        return self.mode in ADAPTIVE
+
+    @property
+    def automatic(self) -> bool:
+        """Whether each step's capacity is chosen by measured times."""
+        return self.adaptive and self.average is None
+
+    @property
+    def average(self) -> int | None:
+        """Fixed rows per live request of an adaptive mode, None where there are none."""
+        if not self.adaptive:
+            return None
+        if self.budget == "half" or (self.budget is None and self.mode == "+budget"):
+            return HALF
+        return self.budget if isinstance(self.budget, int) else None
+
+    def uniform_rows(self, block_size: int) -> int:
+        """Rows every request verifies where they are all alike: 1 in mode "ar"."""
+        if self.mode == "ar":
+            return 1
+        width = self.budget if isinstance(self.budget, int) and not self.adaptive else block_size
+        return min(width, block_size)
 
 
 def _is_int(value: object) -> bool:

@@ -1,65 +1,66 @@
-"""The engine: prefill, then decide and verify until every request is done."""
+"""The engine: place requests, prefill, then decide and verify until every request is done."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from dscale.compiled.attention import VERIFY_TILE
-from dscale.compiled.capture import begin_step, capture
-from dscale.compiled.decide import Decide
 from dscale.compiled.drafter import Drafter
+from dscale.compiled.flow import COUNT, LIVE, TOKENS
 from dscale.compiled.kv import PAGE
-from dscale.compiled.prefill import Prefill
+from dscale.compiled.predictor import Predictor
 from dscale.compiled.sampling import Chooser
 from dscale.compiled.target import Target
-from dscale.compiled.verify import Verify
 from dscale.config import EngineConfig
+from dscale.decode import Decoding, OnTokens
 from dscale.pages import PageAllocator
+from dscale.policy import AutoBudget, FixedBudget, Policy
 from dscale.prefill import chunks
 from dscale.request import Request
+from dscale.stages import Stages, build_stages
 from dscale.stats import Stats
+from dscale.timing import MeasuredCosts, buckets_to, capture_buckets, linear_costs
 from dscale.workspace import STOP_IDS, Workspace, bucket_of
 
-OnTokens = Callable[[int, list[int]], None]
-
-
-@dataclass(slots=True)
-class Stages:
-    """The stages of one step for one way of choosing tokens."""
-
-    prefill: Callable[..., Any]
-    decide: Callable[..., Any] | None
-    verify: Callable[..., Any]
+TIMED_LANES = 8
+"""Lanes of the eager passes that are timed for budget "auto" without captured graphs."""
 
 
 @dataclass(slots=True)
 class Engine:
-    """Decodes batches of requests with a target and, in mode "dflash", a drafter.
+    """Decodes batches of requests with a target and, but for mode "ar", a drafter.
 
     Owns the workspace (paged caches, request state, step buffers) and grows it when a call needs
-    more, unless `config.pool_tokens` fixes its size."""
+    more, unless `config.pool_tokens` fixes its size. `predictor` scores drafts in the adaptive
+    modes; without one the running product of the drafter's top-1 probabilities does."""
 
     target: Target
     drafter: Drafter | None
     config: EngineConfig
+    predictor: Predictor | None = None
     stats: Stats = field(default_factory=Stats)
     _workspace: Workspace | None = None
     _stages: dict[Chooser, Stages] = field(default_factory=dict)
+    _policies: dict[Chooser, Policy | None] = field(default_factory=dict)
+    _costs: dict[Chooser, MeasuredCosts] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _owner: int | None = None
 
     @property
     def rows(self) -> int:
-        """Rows each request verifies per pass."""
-        if self.config.mode == "ar" or self.drafter is None:
+        """Rows of a request's block that a pass may verify."""
+        if self.drafter is None:
             return 1
-        return min(self.config.budget or VERIFY_TILE, self.drafter.config.block_size)
+        return self.config.uniform_rows(self.drafter.config.block_size)
+
+    @property
+    def captured(self) -> bool:
+        """Whether steps are compiled and captured in CUDA graphs."""
+        return self.flex if self.config.capture is None else self.config.capture
 
     @property
     def flex(self) -> bool:
@@ -93,7 +94,8 @@ class Engine:
 
     def _generate(self, requests: list[Request], emit: OnTokens) -> None:
         workspace = self._room_for(requests)
-        stages = self._stages_for(chooser_of(requests))
+        chooser = chooser_of(requests)
+        stages, policy = self._stages_for(chooser), self._policy_for(chooser, len(requests))
         self._place(requests, workspace)
         self.stats.calls += 1
         self.stats.requests += len(requests)
@@ -102,36 +104,20 @@ class Engine:
         live = self._prefill(requests, workspace, stages, emit)
         self.stats.prefill_seconds += time.perf_counter() - began
         began = time.perf_counter()
-        while live:
-            live = self._step(requests, live, workspace, stages, emit)
-        self.stats.decode_seconds += time.perf_counter() - began
-
-    def _step(
-        self,
-        requests: list[Request],
-        live: list[int],
-        workspace: Workspace,
-        stages: Stages,
-        emit: OnTokens,
-    ) -> list[int]:
-        """One decode step of the live requests; returns those that go on."""
-        step = workspace.step(bucket_of(len(live)) if self.flex else len(live))
-        lanes = live + [workspace.max_requests] * (step.slot_N.shape[0] - len(live))
-        step.slot_N.copy_(torch.tensor(lanes))
-        begin_step()
-        if stages.decide is not None:
-            stages.decide(workspace.requests, step)
-        stages.verify(workspace.requests, step)
-        self.stats.steps += 1
-        token_NW, count_N, live_N = (
-            t.tolist() for t in (step.token_NW, step.count_N, step.live_N)
+        decoding = Decoding(
+            workspace,
+            stages,
+            requests,
+            emit,
+            self.stats,
+            rows=self.rows,
+            policy=policy,
+            late=self.captured,
+            padded=self.flex,
+            host_lengths=self.config.mode == "+budget",
         )
-        for index, tokens, count in zip(live, token_NW, count_N, strict=False):
-            requests[index].tokens += tokens[:count]
-            requests[index].progress.append(count)
-            self.stats.add_pass(count, self.rows)
-            emit(index, tokens[:count])
-        return [index for index, alive in zip(live, live_N, strict=False) if alive]
+        decoding.run(live)
+        self.stats.decode_seconds += time.perf_counter() - began
 
     def _prefill(
         self, requests: list[Request], workspace: Workspace, stages: Stages, emit: OnTokens
@@ -146,15 +132,15 @@ class Engine:
             step.slot_N.copy_(torch.tensor(chosen))
             stages.prefill(workspace.requests, step, chunk)
             self.stats.prompt_tokens += chunk.token_R.shape[0]
-            ends_N, token_NW, live_N = (
-                t.tolist() for t in (chunk.ends_N, step.token_NW, step.live_N)
-            )
-            for index, ends, tokens, alive in zip(chosen, ends_N, token_NW, live_N, strict=True):
+            for index, row, ends in zip(
+                chosen, step.result_NX.tolist(), chunk.ends_N.tolist(), strict=True
+            ):
                 if not ends:
                     continue
-                requests[index].tokens.append(tokens[0])
-                emit(index, tokens[:1])
-                if alive:
+                tokens = row[TOKENS][: row[COUNT]]
+                requests[index].tokens += tokens
+                emit(index, tokens)
+                if row[LIVE]:
                     live.append(index)
         return sorted(live)
 
@@ -189,7 +175,8 @@ class Engine:
             if old is not None:
                 need = {name: max(value, getattr(old, name)) for name, value in need.items()}
             self._workspace = None
-            self._stages.clear()
+            for made in (self._stages, self._policies, self._costs):
+                made.clear()
             try:
                 self._workspace = Workspace(self.target, self.drafter, **need)
             except RuntimeError as error:  # torch's out of memory, on any device
@@ -224,30 +211,38 @@ class Engine:
         }
 
     def _stages_for(self, chooser: Chooser) -> Stages:
-        """Build (and on a GPU compile) the stages for one way of choosing tokens, once."""
+        """Build the stages for one way of choosing tokens, once."""
         if chooser not in self._stages:
             assert self._workspace is not None
-            pool, draft_pool = self._workspace.pool, self._workspace.draft_pool
-            shared = (self.target, pool, self.drafter, draft_pool)
-            verify = Verify(*shared, self.rows, chooser, self.flex)
-            decide = None
-            if self.drafter is not None and draft_pool is not None and self.rows > 1:
-                decide = Decide(self.target, self.drafter, draft_pool, self.rows, self.flex)
-            wrap = (
-                capture
-                if (self.flex if self.config.capture is None else self.config.capture)
-                else _as_is
-            )
-            self._stages[chooser] = Stages(
-                prefill=Prefill(*shared, chooser, self.flex),
-                decide=wrap(decide) if decide is not None else None,
-                verify=wrap(verify),
+            self._stages[chooser] = build_stages(
+                self.target,
+                self.drafter,
+                self.predictor,
+                self._workspace,
+                self.config,
+                chooser,
+                flex=self.flex,
+                captured=self.captured,
             )
         return self._stages[chooser]
 
-
-def _as_is(stage: Callable[..., Any]) -> Callable[..., Any]:
-    return stage
+    def _policy_for(self, chooser: Chooser, requests: int) -> Policy | None:
+        """The budget policy, with the times of every bucket that so many requests may pass."""
+        if not self.config.adaptive or self.drafter is None:
+            return None
+        assert self._workspace is not None
+        stages = self._stages[chooser]
+        if self.config.average is not None:
+            average = min(self.config.average, self.drafter.config.block_size)
+            return self._policies.setdefault(chooser, FixedBudget(average))
+        if self.captured:
+            costs = self._costs.setdefault(chooser, MeasuredCosts())
+            capture_buckets(self._workspace, stages, buckets_to(requests), costs)
+            return self._policies.setdefault(chooser, AutoBudget(costs))
+        if chooser not in self._policies:
+            measured = linear_costs(self._workspace, stages, min(requests, TIMED_LANES))
+            self._policies[chooser] = AutoBudget(measured)
+        return self._policies[chooser]
 
 
 def chooser_of(requests: list[Request]) -> Chooser:

@@ -1,10 +1,8 @@
-"""The drop-in: `attach` replaces a model's `generate` by one that says the same, faster."""
+"""The drop-in: an attached model, and the decoding loop behind its `generate`."""
 
 from __future__ import annotations
 
 import functools
-import os
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,12 +12,10 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from dscale.arguments import INPUTS, check_arguments
 from dscale.compiled.drafter import Drafter
-from dscale.compiled.packed import check_packable
-from dscale.config import EngineConfig, Mode
-from dscale.drafter_config import check_fit
-from dscale.drafter_files import load_drafter
+from dscale.compiled.predictor import Predictor
+from dscale.config import EngineConfig
 from dscale.engine import Engine
-from dscale.load import build_target, target_config, unfuse
+from dscale.load import build_target, unfuse
 from dscale.request import Request
 from dscale.sampling import KNOWN, refuse_unsupported, request_settings, row_seeds
 from dscale.stats import Stats
@@ -29,7 +25,11 @@ class Attachment:
     """A model whose `generate` runs on DScale. Made by `attach`; `detach` puts everything back."""
 
     def __init__(
-        self, model: PreTrainedModel, drafter: Drafter | None, config: EngineConfig
+        self,
+        model: PreTrainedModel,
+        drafter: Drafter | None,
+        predictor: Predictor | None,
+        config: EngineConfig,
     ) -> None:
         taps = drafter.config.taps if drafter is not None else ()
         self.model: Any = model
@@ -38,7 +38,7 @@ class Attachment:
             target.pack()
             if drafter is not None:
                 drafter.pack()
-        self.engine = Engine(target, drafter, config)
+        self.engine = Engine(target, drafter, config, predictor)
         self.stats: Stats = self.engine.stats
         self._weights = _weights(model, config.pack_weights)
         self._replaced = model.__dict__.get("generate")
@@ -212,80 +212,3 @@ def _weights(model: PreTrainedModel, versions: bool) -> list[tuple[object, ...]]
         for name, p in module._parameters.items()
         if p is not None
     ]
-
-
-@torch.inference_mode(False)
-def attach(
-    model: PreTrainedModel,
-    drafter: str | Path | Drafter | None = None,
-    *,
-    mode: Mode | None = None,
-    budget: int | None = None,
-    prefill_chunk: int = 512,
-    pool_tokens: int | None = None,
-    pack_weights: bool = False,
-    capture: bool | None = None,
-) -> Attachment:
-    """Replace `model.generate` by DScale's, sharing the model's weights (no second copy).
-
-    `drafter`: a DFlash checkpoint in z-lab's format (folder or Hub id), or a loaded Drafter.
-    `mode`: "dflash", the default with a drafter, or "ar" without one. The other settings are
-    EngineConfig's. Raises ValueError for a model, a drafter or a setting that does not fit, naming
-    it; the model is then as it was."""
-    if getattr(model, "_dscale", None) is not None:
-        raise ValueError("model: already attached; call detach() on what attach returned first")
-    mode = mode or ("ar" if drafter is None else "dflash")
-    config = EngineConfig(
-        mode=mode,
-        budget=budget,
-        prefill_chunk=prefill_chunk,
-        pool_tokens=pool_tokens,
-        pack_weights=pack_weights,
-        capture=capture,
-    )
-    if mode == "ar" and (drafter is not None or budget is not None):
-        name, value = ("drafter", drafter) if drafter is not None else ("budget", budget)
-        raise ValueError(f"{name}: expected None in mode 'ar', got {value!r}")
-    if mode == "dflash" and drafter is None:
-        raise ValueError(
-            "drafter: expected a checkpoint folder, a Hub id or a Drafter in mode 'dflash', "
-            "got None"
-        )
-    shape = target_config(model)
-    if pack_weights:
-        check_packable(model.device, model.dtype)
-    if capture and model.device.type == "cpu":
-        raise ValueError("capture: expected None or False for a model on the CPU, got True")
-    if isinstance(drafter, Drafter):
-        check_fit(drafter.config, shape)
-        placed = (drafter.norm.dtype, drafter.norm.device)
-        if placed != (model.dtype, model.device):
-            raise ValueError(f"drafter: expected {(model.dtype, model.device)}, got {placed}")
-    elif drafter is not None:
-        if not isinstance(drafter, str | os.PathLike):
-            raise ValueError(
-                f"drafter: expected a checkpoint folder, a Hub id or a Drafter, got {drafter!r}"
-            )
-        drafter = load_drafter(drafter, shape, dtype=model.dtype, device=model.device)
-    return Attachment(model, drafter, config)
-
-
-def generate(
-    model: PreTrainedModel,
-    inputs: Tensor | None = None,
-    *,
-    drafter: str | Path | Drafter | None = None,
-    **kwargs: Any,
-) -> Tensor | GenerateDecoderOnlyOutput:
-    """One `generate` call on DScale: through the model's attachment, or through one made for this
-    call.
-
-    Arguments are `Attachment.generate`'s. `drafter` may be given only when the model is not
-    attached."""
-    attached: Attachment | None = getattr(model, "_dscale", None)
-    if attached is not None:
-        if drafter is not None:
-            raise ValueError("drafter: the model is attached already; expected None")
-        return attached.generate(inputs, **kwargs)
-    with attach(model, drafter) as spec:
-        return spec.generate(inputs, **kwargs)

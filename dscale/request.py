@@ -32,6 +32,11 @@ class Request:
         """Pages its worst case needs."""
         return pages_for(len(self.prompt), self.max_new_tokens)
 
+    @property
+    def context(self) -> int:
+        """Tokens so far, the prompt's and its own."""
+        return len(self.prompt) + len(self.tokens)
+
     def check(self, vocab_size: int) -> None:
         """Raise ValueError naming the field that no request can have."""
         if not self.prompt:

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from dscale.compiled.attention import VERIFY_TILE
 from dscale.compiled.drafter import Drafter
-from dscale.compiled.flow import Requests, Step
+from dscale.compiled.flow import RESULT_COLUMNS, Packed, Requests, Step
 from dscale.compiled.kv import KVPool
+from dscale.compiled.predictor import RECENT
 from dscale.compiled.target import Target
 
 STOP_IDS = 8
@@ -63,7 +64,9 @@ class Workspace:
                 d.num_layers, num_pages, d.num_kv_heads, d.head_dim, dtype, device
             )
         self.requests = Requests(*(fixed(t.to(device)) for t in self.host_requests()))
+        self.block = VERIFY_TILE if drafter is None else drafter.config.block_size
         self._steps: dict[int, Step] = {}
+        self._packed: dict[tuple[int, int], Packed] = {}
 
     def fits(
         self, *, max_requests: int, num_pages: int, pages_per_request: int, stop_ids: int
@@ -96,12 +99,14 @@ class Workspace:
             page_SL=zeros(torch.int32, self.pages_per_request),
             logical_SP=zeros(torch.int32, self.num_pages),
             stop_SZ=zeros(torch.int64, self.stop_ids),
+            recent_SK=zeros(torch.int32, RECENT),
         )
         requests.top_p_S.fill_(1.0)
         requests.logical_SP.fill_(-1)
         # An idle lane sees the scratch page, so that its softmax has something finite to sum.
         requests.logical_SP[:, 0] = 0
         requests.stop_SZ.fill_(-1)
+        requests.recent_SK.fill_(-1)
         return requests
 
     def clear(self, pages: list[int]) -> None:
@@ -123,13 +128,41 @@ class Workspace:
         """The buffers of a step of `lanes` lanes, always the same ones."""
         if lanes not in self._steps:
             slot = torch.full((lanes,), self.max_requests, dtype=torch.int64, device=self.device)
-            block = torch.zeros(lanes, VERIFY_TILE, dtype=torch.int64, device=self.device)
-            buffers = (slot, block[:, 1:].clone(), block, slot.int(), slot < 0)
-            if lanes > 1:
-                for tensor in buffers:
+            step = Step(
+                slot_N=slot,
+                room=torch.ones(2, dtype=torch.int32, device=self.device),
+                candidate_NC=slot.new_zeros(lanes, self.block - 1),
+                length_N=slot.new_zeros(lanes, dtype=torch.int32),
+                offset_N=slot.new_zeros(lanes),
+                result_NX=slot.new_zeros(lanes, RESULT_COLUMNS, dtype=torch.int32),
+            )
+            for tensor in step:
+                if lanes > 1 and tensor is not step.room:
                     torch._dynamo.mark_dynamic(tensor, 0)
-            self._steps[lanes] = Step(*(fixed(tensor) for tensor in buffers))
+                fixed(tensor)
+            self._steps[lanes] = step
         return self._steps[lanes]
+
+    def packed(self, lanes: int, rows: int) -> Packed:
+        """The first `rows` of the packed rows of a step of `lanes` lanes, at most 16 a lane; those
+        of a lane count share their memory."""
+        if (lanes, rows) not in self._packed:
+            most = lanes * VERIFY_TILE
+            if rows == most:
+                columns = [
+                    torch.zeros(most, dtype=torch.int64, device=self.device) for _ in range(5)
+                ]
+                row_NT = columns[0].new_zeros(lanes, VERIFY_TILE)
+            else:
+                *columns, row_NT = self.packed(lanes, most)
+            packed = Packed._make([*(column[:rows] for column in columns), row_NT.view_as(row_NT)])
+            for tensor in packed[:-1]:
+                if rows > 1:
+                    torch._dynamo.mark_dynamic(fixed(tensor), 0)
+            if lanes > 1:
+                torch._dynamo.mark_dynamic(fixed(packed.row_NT), 0)
+            self._packed[lanes, rows] = packed
+        return self._packed[lanes, rows]
 
     @property
     def num_bytes(self) -> int:

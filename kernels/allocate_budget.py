@@ -11,7 +11,7 @@ from dscale.kernels.reference_rows import SEEDS, TILE
 
 
 def allocate_budget(
-    score_NC: Tensor, live_N: Tensor, limit_N: Tensor, rows: int, budget: int, seed: str
+    score_NC: Tensor, live_N: Tensor, limit_N: Tensor, room: Tensor, seed: str
 ) -> Tensor:
     """The reference's contract, on a GPU or under Triton's interpreter. One launch."""
     lanes, candidates = score_NC.shape
@@ -22,10 +22,9 @@ def allocate_budget(
             score_NC.contiguous(),
             live_N.contiguous(),
             limit_N.contiguous(),
+            room.contiguous(),
             length_N,
             lanes,
-            rows,
-            budget,
             SEEDS.index(seed),
             candidates,
             padded,
@@ -35,15 +34,14 @@ def allocate_budget(
     return length_N
 
 
-@triton.jit(do_not_specialize=["lanes", "rows", "budget"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["lanes"])  # type: ignore[untyped-decorator]
 def _allocate(
     score: tl.tensor,
     live: tl.tensor,
     limit: tl.tensor,
+    room: tl.tensor,
     length: tl.tensor,
     lanes: tl.tensor,
-    rows: tl.tensor,
-    budget: tl.tensor,
     SEED: tl.constexpr,
     C: tl.constexpr,
     LANES: tl.constexpr,
@@ -73,7 +71,8 @@ def _allocate(
             rounded += 1
         start = tl.minimum(tl.maximum(rounded, 1), most)
     num_live = tl.sum(anchor, 0)
-    used = tl.minimum(tl.minimum(rows, budget * num_live), tl.sum(most, 0))
+    used = tl.minimum(tl.load(room), tl.load(room + 1) * num_live)
+    used = tl.minimum(used, tl.sum(most, 0))
     gap = used - tl.sum(start, 0)
 
     # Growing takes the head of the order outside the seed; shrinking keeps the head inside it.

@@ -25,9 +25,8 @@ MAX_LANES = 256
 
 _SCHEMAS = {
     "row_statistics": "(Tensor logit) -> (Tensor, Tensor, Tensor, Tensor)",
-    "allocate_budget": (
-        "(Tensor score, Tensor live, Tensor limit, SymInt rows, int budget, str seed) -> Tensor"
-    ),
+    "allocate_budget": "(Tensor score, Tensor live, Tensor limit, Tensor room, str seed)"
+    " -> Tensor",
     "pack_rows": (
         "(Tensor length, Tensor candidate, Tensor anchor, Tensor context, Tensor page_table,"
         " SymInt rows, int page) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
@@ -53,18 +52,14 @@ def row_statistics(logit_RV: Tensor) -> RowStatistics:
 
 
 def allocate_budget(
-    score_NC: Tensor,
-    live_N: Tensor,
-    limit_N: Tensor,
-    rows: int,
-    budget: int,
-    seed: str = "paper",
+    score_NC: Tensor, live_N: Tensor, limit_N: Tensor, room: Tensor, seed: str = "none"
 ) -> Tensor:
     """Rows each lane verifies, `[N]` int32 (Algorithm 1); reference_rows says how.
 
-    Raises ValueError for other shapes or dtypes, an unknown seed, budget outside 1..W, rows below
-    N, or more than MAX_LANES lanes."""
-    length_N: Tensor = _allocate_budget(score_NC, live_N, limit_N, rows, budget, seed)
+    `room` int32 [2]: (rows there is room for, rows per live request), read on the device only, so
+    one captured graph serves every budget; the first must be at least N, the second in 1..W.
+    Raises ValueError for other shapes or dtypes, an unknown seed, or more than MAX_LANES lanes."""
+    length_N: Tensor = _allocate_budget(score_NC, live_N, limit_N, room, seed)
     return length_N
 
 
@@ -121,13 +116,12 @@ def _check_candidates(name: str, x: Tensor, dtype: torch.dtype) -> tuple[int, in
 
 
 def _check_allocate_budget(
-    score: Tensor, live: Tensor, limit: Tensor, rows: int, budget: int, seed: str
+    score: Tensor, live: Tensor, limit: Tensor, room: Tensor, seed: str
 ) -> None:
-    lanes, candidates = _check_candidates("score", score, torch.float32)
+    lanes, _ = _check_candidates("score", score, torch.float32)
     _expect_tensor("live", live, torch.bool, (lanes,))
     _expect_tensor("limit", limit, torch.int32, (lanes,))
-    _expect(rows >= lanes, "rows", f"at least one per lane ({lanes})", rows)
-    _expect(1 <= budget <= candidates + 1, "budget", f"1 to {candidates + 1} per request", budget)
+    _expect_tensor("room", room, torch.int32, (2,))
     _expect(seed in SEEDS, "seed", f"one of {SEEDS}", repr(seed))
 
 

@@ -23,16 +23,16 @@ _FIXED_BITS = 24
 
 
 def allocate_budget(
-    score_NC: Tensor, live_N: Tensor, limit_N: Tensor, rows: int, budget: int, seed: str
+    score_NC: Tensor, live_N: Tensor, limit_N: Tensor, room: Tensor, seed: str
 ) -> Tensor:
     """Rows each request verifies, k [N] int32: Algorithm 1 (paper, section III-C).
 
     `score_NC` float32: chance in 0..1 that at least j drafted tokens are kept; NaN counts as 0,
     values outside are clamped, and the cumulative minimum is taken here. `live_N` bool. `limit_N`
-    int32: tokens a request may still emit. `rows`: capacity M, at least N. `budget`: rows per
-    live request on average, 1..W. `seed`: one of SEEDS.
+    int32: tokens a request may still emit. `room` int32 [2]: capacity M in rows, at least N, and
+    rows per live request on average, 1..W. `seed`: one of SEEDS.
 
-    Live requests share min(rows, budget * live, sum of limits) rows, all of them used: 1 <= k_i <=
+    Live requests share min(M, average * live, sum of limits) rows, all of them used: 1 <= k_i <=
     min(W, limit_i), where a limit below 1 counts as 1. Others get 0. From the seed, rows are given
     to the highest next score or taken from the lowest tail, in one total order: score descending,
     request ascending, position ascending."""
@@ -40,7 +40,7 @@ def allocate_budget(
     score_NC = torch.where(score_NC > 0, score_NC, 0.0).clamp(max=1.0).cummin(1).values
     limit_N = torch.where(live_N, limit_N.clamp(1, width), 0).long()
     start_N = _seed_lengths(score_NC, limit_N, seed)
-    total = torch.clamp(live_N.sum() * budget, max=rows).minimum(limit_N.sum())
+    total = (live_N.sum() * room[1]).minimum(room[0]).minimum(limit_N.sum())
     gap = total - start_N.sum()
 
     slot_C = torch.arange(1, width, device=score_NC.device)

@@ -35,6 +35,11 @@ def runner(name: str, run: str) -> Callable[..., Any]:
     return on_gpu
 
 
+def room(rows: int, budget: int) -> Tensor:
+    """The budget's capacity and rows per live request, as allocate_budget reads them."""
+    return torch.tensor([rows, budget], dtype=torch.int32)
+
+
 def assert_same(got: Any, want: Any) -> None:
     """Tuples of tensors are equal in dtype, shape and every entry."""
     assert len(got) == len(want)

@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from ops_runs import RUNS, runner
+from ops_runs import RUNS, room, runner
 from torch import Tensor
 
 from dscale.kernels.reference_rows import SEEDS
@@ -54,7 +54,7 @@ def check(run: str, score: Tensor, live: Tensor, limit: Tensor, rows: int, budge
     most = [int(k) for k in most]
     total = min(rows, budget * sum(is_live), sum(most))
     for seed in SEEDS:
-        got = runner("allocate_budget", run)(score, live, limit, rows, budget, seed)
+        got = runner("allocate_budget", run)(score, live, limit, room(rows, budget), seed)
         assert got.dtype == torch.int32
         length = got.tolist()
         assert sum(length) == total
@@ -98,9 +98,9 @@ def test_ties_go_to_the_first_requests(run: str) -> None:
     score = torch.full((3, 15), 0.25)
     allocate = runner("allocate_budget", run)
     # round(15 / 4) = 4 rows each; 15 rows grow the first, 10 shrink from the last.
-    assert allocate(score, *full(3), 48, 5, "paper").tolist() == [7, 4, 4]
-    assert allocate(score, *full(3), 10, 16, "paper").tolist() == [4, 4, 2]
-    assert allocate(score, *full(3), 48, 8, "none").tolist() == [16, 7, 1]
+    assert allocate(score, *full(3), room(48, 5), "paper").tolist() == [7, 4, 4]
+    assert allocate(score, *full(3), room(10, 16), "paper").tolist() == [4, 4, 2]
+    assert allocate(score, *full(3), room(48, 8), "none").tolist() == [16, 7, 1]
 
 
 @pytest.mark.parametrize("run", RUNS)
@@ -114,9 +114,12 @@ def test_seeds(run: str) -> None:
     totals = {"paper": [2, 2, 3, 1], "plus_anchor": [3, 3, 3, 1], "none": [1, 1, 1, 1]}
     for seed, want in totals.items():
         # With a budget that equals the seed's sum the seed is kept, where one exists.
-        got = runner("allocate_budget", run)(score, live, limit, sum(want), 16, seed)
+        got = runner("allocate_budget", run)(score, live, limit, room(sum(want), 16), seed)
         assert got.tolist() == want
-    assert runner("allocate_budget", run)(score, live, limit, rows, 1, "paper").tolist() == [1] * 4
+    assert (
+        runner("allocate_budget", run)(score, live, limit, room(rows, 1), "paper").tolist()
+        == [1] * 4
+    )
 
 
 @pytest.mark.parametrize("run", RUNS)
@@ -124,12 +127,12 @@ def test_nobody_or_one_is_live(run: str) -> None:
     allocate = runner("allocate_budget", run)
     score, (live, limit) = torch.rand(12, 15), full(12)
     for seed in SEEDS:
-        assert allocate(score, ~live, limit, 96, 8, seed).tolist() == [0] * 12
+        assert allocate(score, ~live, limit, room(96, 8), seed).tolist() == [0] * 12
         one = torch.arange(12) == 11
-        assert allocate(score, one, limit, 96, 8, seed).tolist() == [0] * 11 + [8]
+        assert allocate(score, one, limit, room(96, 8), seed).tolist() == [0] * 11 + [8]
         # All of the rows belong to live requests while others are inactive.
         half = torch.arange(12) < 6
-        got = allocate(score, half, limit, 48, 8, seed)
+        got = allocate(score, half, limit, room(48, 8), seed)
         assert got[:6].sum() == 48
         assert got[6:].sum() == 0
 
@@ -141,7 +144,7 @@ def test_nan_and_rising_scores(run: str) -> None:
     score[torch.rand(11, 15, generator=generator) < 0.1] = float("nan")
     score[0], score[1, 0] = float("nan"), float("nan")
     check(run, score, *full(11), 88, 8)
-    got = runner("allocate_budget", run)(score, *full(11), 30, 16, "none")
+    got = runner("allocate_budget", run)(score, *full(11), room(30, 16), "none")
     assert got[:2].tolist() == [1, 1]
 
 
@@ -162,7 +165,7 @@ def test_no_allocation_is_better(seed: str) -> None:
         start = seeds(clean, is_live, most, seed)
         for rows in range(lanes, 5 * lanes + 1):
             total = min(rows, sum(most))
-            length = allocate(score, live, limit, rows, 5, seed).tolist()
+            length = allocate(score, live, limit, room(rows, 5), seed).tolist()
             grow = total > sum(start)
             spans = [
                 range(s, m + 1) if grow else range(min(s, 1), s + 1)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from ops_runs import room
 from torch import Tensor
 
 from dscale.kernels import ops
@@ -29,7 +30,7 @@ def arguments(name: str, lanes: int, device: str = "cpu") -> tuple[Any, ...]:
     choice = torch.randint(9, (6 * lanes,), generator=generator)
     args: tuple[Any, ...] = {
         "row_statistics": (torch.randn(lanes, 50, generator=generator).bfloat16(),),
-        "allocate_budget": (score, live, limit, 6 * lanes, 6, "paper"),
+        "allocate_budget": (score, live, limit, room(6 * lanes, 6).to(device), "paper"),
         "pack_rows": (length, candidate, anchor, context, page_table, 6 * lanes, 128),
         "accept_prefix": (candidate, length, offset, choice),
     }[name]
@@ -52,7 +53,7 @@ def step(
     lanes, rows = score_NC.shape[0], out[0].shape[0]
     best = ops.row_statistics(logit_RV)
     candidate = best.index_R.view(lanes, 15)
-    length = ops.allocate_budget(score_NC, live_N, limit_N, rows, 8)
+    length = ops.allocate_budget(score_NC, live_N, limit_N, limit_N.new_full((2,), rows))
     packed = ops.pack_rows(length, candidate, candidate[:, 0], limit_N, page_NL, rows, 128)
     accepted, successor = ops.accept_prefix(candidate, length, packed.offset_N, packed.token_M)
     for buffer, x in zip(out, (packed.token_M, packed.slot_M, accepted, successor), strict=True):
@@ -141,10 +142,9 @@ REFUSED: list[tuple[str, int, Any, str]] = [
     ("allocate_budget", 0, torch.zeros(257, 15), "score"),
     ("allocate_budget", 1, torch.ones(4), "live"),
     ("allocate_budget", 2, torch.ones(5, dtype=torch.int32), "limit"),
-    ("allocate_budget", 3, 3, "rows"),
-    ("allocate_budget", 4, 0, "budget"),
-    ("allocate_budget", 4, 17, "budget"),
-    ("allocate_budget", 5, "best", "seed"),
+    ("allocate_budget", 3, torch.ones(2), "room"),
+    ("allocate_budget", 3, torch.ones(3, dtype=torch.int32), "room"),
+    ("allocate_budget", 4, "best", "seed"),
     ("pack_rows", 0, torch.ones(4, dtype=torch.int64), "length"),
     ("pack_rows", 1, torch.ones(4, 15), "candidate"),
     ("pack_rows", 1, torch.ones(0, 15, dtype=torch.int64), "candidate"),

@@ -73,7 +73,7 @@ def arguments(name: str, lanes: int, dtype: torch.dtype) -> tuple[Any, ...]:
     longs, table = ints.long(), torch.ones(lanes, 15, dtype=torch.int64)
     return {
         "row_statistics": (torch.zeros(lanes, 152_064, dtype=dtype),),
-        "allocate_budget": (table.float(), ints.bool(), ints, 8 * lanes, 8, "paper"),
+        "allocate_budget": (table.float(), ints.bool(), ints, ints[:2], "paper"),
         "pack_rows": (ints, table, longs, ints, ints[:, None], 8 * lanes, 128),
         "accept_prefix": (table, ints, longs, torch.ones(8 * lanes).long()),
     }[name]

@@ -123,21 +123,25 @@ def script(
     """Make every drafter propose the reference's tokens, wrong from candidate `right_for` on.
 
     `reference`: each request's prompt and continuation. The anchor of every pass is checked.
+    Scores, where a mode asks for them, are arbitrary but differ by request and position.
     """
 
-    def forward(self: Decide, requests: Requests, step: Step) -> None:
+    def propose(self: Decide, requests: Requests, step: Step) -> Tensor | None:
+        score_NC = torch.zeros(step.candidate_NC.shape)
         for lane, slot in enumerate(step.slot_N.tolist()):
-            if slot >= len(reference):  # an idle lane
+            if not requests.live_S[slot]:  # an idle lane, or a late step
                 continue
             context = int(requests.context_S[slot])
+            score_NC[lane] = (0.5 + (3 * slot + context) % 7 / 14) ** torch.arange(1, 16)
             assert int(requests.anchor_S[slot]) == reference[slot][context]
             block = reference[slot][context + 1 : context + 16]
             right = right_for(slot, context)
             wrong = [(token + 1) % vocab for token in block[right:]]
             row = block[:right] + wrong + [0] * (15 - len(block))
             step.candidate_NC[lane] = torch.tensor(row)
+        return score_NC if self.rows is None else None
 
-    monkeypatch.setattr(Decide, "forward", forward)
+    monkeypatch.setattr(Decide, "propose", propose)
 
 
 def oracle(slot: int, context: int) -> int:

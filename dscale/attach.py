@@ -1,0 +1,116 @@
+"""`attach` and `generate`: what fits what, checked and loaded before a model is touched."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.generation import GenerateDecoderOnlyOutput
+
+from dscale.compiled.drafter import Drafter
+from dscale.compiled.packed import check_packable
+from dscale.compiled.target import TargetConfig
+from dscale.config import Budget, EngineConfig, Mode
+from dscale.drafter_config import check_fit
+from dscale.drafter_files import load_drafter
+from dscale.generate import Attachment
+from dscale.load import target_config
+from dscale.predictor_files import load_predictor
+
+
+@torch.inference_mode(False)
+def attach(
+    model: PreTrainedModel,
+    drafter: str | Path | Drafter | None = None,
+    *,
+    predictor: str | Path | None = None,
+    mode: Mode | None = None,
+    budget: Budget = None,
+    budget_seed: str = "none",
+    prefill_chunk: int = 512,
+    pool_tokens: int | None = None,
+    pack_weights: bool = False,
+    capture: bool | None = None,
+) -> Attachment:
+    """Replace `model.generate` by DScale's, sharing the model's weights (no second copy).
+
+    `drafter`: a DFlash checkpoint in z-lab's format (folder or Hub id), or a loaded Drafter.
+    `predictor`: a folder that `recipes/train_predictor.py` made for this drafter; None scores
+    drafts by the running product of the drafter's top-1 probabilities. `mode`: "dscale", the
+    default with a drafter, "ar" without one, or another of EngineConfig's, as are the other
+    settings. Raises ValueError for a model, a drafter, a predictor or a setting that does not fit,
+    naming it; the model is then as it was."""
+    if getattr(model, "_dscale", None) is not None:
+        raise ValueError("model: already attached; call detach() on what attach returned first")
+    mode = mode or ("ar" if drafter is None else "dscale")
+    config = EngineConfig(
+        mode=mode,
+        budget=budget,
+        budget_seed=budget_seed,
+        prefill_chunk=prefill_chunk,
+        pool_tokens=pool_tokens,
+        pack_weights=pack_weights,
+        capture=capture,
+    )
+    if mode == "ar" and (drafter is not None or budget is not None):
+        name, value = ("drafter", drafter) if drafter is not None else ("budget", budget)
+        raise ValueError(f"{name}: expected None in mode 'ar', got {value!r}")
+    if mode != "ar" and drafter is None:
+        raise ValueError(
+            f"drafter: expected a checkpoint folder, a Hub id or a Drafter in mode {mode!r}, "
+            "got None"
+        )
+    if predictor is not None and not config.adaptive:
+        raise ValueError(f"predictor: expected None in mode {mode!r}, got {predictor!r}")
+    shape = target_config(model)
+    if pack_weights:
+        check_packable(model.device, model.dtype)
+    if capture and model.device.type == "cpu":
+        raise ValueError("capture: expected None or False for a model on the CPU, got True")
+    loaded = None if drafter is None else drafter_for(model, drafter, shape)
+    scores = None
+    if predictor is not None and loaded is not None:
+        scores = load_predictor(predictor, loaded.config, loaded.fingerprint, model.device)
+    return Attachment(model, loaded, scores, config)
+
+
+def drafter_for(
+    model: PreTrainedModel, drafter: str | Path | Drafter, shape: TargetConfig
+) -> Drafter:
+    """The drafter, loaded in the model's dtype, or a loaded one that fits. Raises ValueError."""
+    if isinstance(drafter, Drafter):
+        check_fit(drafter.config, shape)
+        placed = (drafter.norm.dtype, drafter.norm.device)
+        if placed != (model.dtype, model.device):
+            raise ValueError(f"drafter: expected {(model.dtype, model.device)}, got {placed}")
+        return drafter
+    if not isinstance(drafter, str | os.PathLike):
+        raise ValueError(
+            f"drafter: expected a checkpoint folder, a Hub id or a Drafter, got {drafter!r}"
+        )
+    return load_drafter(drafter, shape, dtype=model.dtype, device=model.device)
+
+
+def generate(
+    model: PreTrainedModel,
+    inputs: Tensor | None = None,
+    *,
+    drafter: str | Path | Drafter | None = None,
+    **kwargs: Any,
+) -> Tensor | GenerateDecoderOnlyOutput:
+    """One `generate` call on DScale: through the model's attachment, or through one made for this
+    call.
+
+    Arguments are `Attachment.generate`'s. `drafter` may be given only when the model is not
+    attached."""
+    attached: Attachment | None = getattr(model, "_dscale", None)
+    if attached is not None:
+        if drafter is not None:
+            raise ValueError("drafter: the model is attached already; expected None")
+        return attached.generate(inputs, **kwargs)
+    with attach(model, drafter) as spec:
+        return spec.generate(inputs, **kwargs)

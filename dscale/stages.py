@@ -1,0 +1,83 @@
+"""The stages of a step for one way of choosing tokens, and which rows each mode verifies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from dscale.compiled.attention import VERIFY_TILE, Tile
+from dscale.compiled.capture import capture
+from dscale.compiled.decide import Decide
+from dscale.compiled.drafter import Drafter
+from dscale.compiled.predictor import Predictor
+from dscale.compiled.prefill import Prefill
+from dscale.compiled.sampling import Chooser
+from dscale.compiled.target import Target
+from dscale.compiled.verify import Verify
+from dscale.config import EngineConfig
+from dscale.workspace import Workspace
+
+Stage = Callable[..., Any]
+
+CONTROL_BLOCK = 128
+"""Rows of a query block in mode "dflash": the paper's baseline verifies with its prefill tile."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """`decide` is None where nothing is drafted. `plain` verifies one row per lane: a step of mode
+    "ar", or one for which the budget policy drafts nothing."""
+
+    prefill: Stage
+    decide: Stage | None
+    verify: Stage
+    plain: Stage
+
+
+def verify_tile(config: EngineConfig, rows: int, flex: bool) -> Tile:
+    """The verification tile of a mode. The gathered route takes no more rows than it needs."""
+    height = VERIFY_TILE if flex or config.adaptive else rows
+    if config.mode == "dflash":
+        return Tile(height=height, flex=flex, per_head=True, block=CONTROL_BLOCK)
+    return Tile(height=height, flex=flex)
+
+
+def build_stages(
+    target: Target,
+    drafter: Drafter | None,
+    predictor: Predictor | None,
+    workspace: Workspace,
+    config: EngineConfig,
+    chooser: Chooser,
+    *,
+    flex: bool,
+    captured: bool,
+) -> Stages:
+    """Make the stages; with `captured` each is compiled at its first call."""
+    pool, draft_pool = workspace.pool, workspace.draft_pool
+    shared = (target, pool, drafter, draft_pool)
+    wrap: Callable[[Any], Stage] = capture if captured else _as_is
+    rows = 1 if drafter is None else config.uniform_rows(drafter.config.block_size)
+    plain = wrap(Verify(*shared, 1, chooser, Tile(height=VERIFY_TILE if flex else 1, flex=flex)))
+    decide = None
+    if drafter is not None and draft_pool is not None and (config.adaptive or rows > 1):
+        decide = wrap(
+            Decide(
+                target,
+                drafter,
+                draft_pool,
+                rows=None if config.adaptive else rows,
+                predictor=predictor,
+                seed=config.budget_seed,
+                flex=flex,
+            )
+        )
+    verify = plain
+    if decide is not None:
+        verify = wrap(Verify(*shared, rows, chooser, verify_tile(config, rows, flex)))
+    return Stages(Prefill(*shared, chooser, flex), decide, verify, plain)
+
+
+def _as_is(stage: Stage) -> Stage:
+    return stage

@@ -1,0 +1,142 @@
+"""Step times, measured on the idle slot when nothing is decoded: captured buckets on a GPU, a line
+through a few eager passes on a CPU."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from dscale.compiled.attention import VERIFY_TILE
+from dscale.compiled.capture import begin_step
+from dscale.compiled.kv import PAGE
+from dscale.policy import MULTIPLES, Cost
+from dscale.stages import Stages
+from dscale.workspace import BUCKETS, Workspace, bucket_of
+
+CAPTURE_RUNS = 3
+"""Calls until a bucket replays: one runs, one records, one replays."""
+
+TIMED_RUNS, EAGER_RUNS = 5, 2
+LONG_CONTEXT = 1024
+
+
+def buckets_to(lanes: int) -> list[int]:
+    """Every lane bucket that a call of `lanes` requests passes through as they finish."""
+    top = bucket_of(lanes)
+    return [b for b in BUCKETS if b <= top] + list(range(64, top + 1, 32))
+
+
+@dataclass(slots=True)
+class MeasuredCosts:
+    """Times of captured buckets: (lanes, rows) to a cost; rows 0 is a plain step."""
+
+    table: dict[tuple[int, int], Cost] = field(default_factory=dict)
+
+    def of(self, lanes: int, rows: int) -> Cost:
+        """Of one bucket. Raises KeyError for one that was never measured."""
+        return self.table[lanes, rows]
+
+
+@dataclass(frozen=True, slots=True)
+class LinearCosts:
+    """A draft of `draft_lane` * lanes ms, a pass of `verify` + `verify_row` * rows ms."""
+
+    draft_lane: float
+    verify: float
+    verify_row: float
+
+    def of(self, lanes: int, rows: int) -> Cost:
+        """Of any step."""
+        if rows == 0:
+            return Cost(self.verify + self.verify_row * lanes)
+        drafted = self.draft_lane * lanes
+        return Cost(drafted + self.verify + self.verify_row * rows)
+
+
+class Runner:
+    """Runs steps of idle lanes, which compute as much as live ones and commit nothing."""
+
+    def __init__(self, workspace: Workspace, stages: Stages) -> None:
+        self.workspace, self.stages = workspace, stages
+
+    def step(self, lanes: int, rows: int) -> None:
+        """A drafted step of `rows` rows, or with 0 a plain one."""
+        requests, step = self.workspace.requests, self.workspace.step(lanes)
+        step.slot_N.fill_(self.workspace.max_requests)
+        begin_step()
+        if rows == 0 or self.stages.decide is None:
+            self.stages.plain(requests, step)
+            return
+        self.stages.decide(requests, step, self.workspace.packed(lanes, lanes * VERIFY_TILE))
+        self.stages.verify(requests, step, self.workspace.packed(lanes, rows))
+
+    def at_context(self, context: int) -> int:
+        """Give the idle slot pages of its own and up to `context` tokens; returns how many."""
+        w, r = self.workspace, self.workspace.requests
+        pages = min(w.pages_per_request, w.num_pages - 1)
+        context = max(0, min(context, pages * PAGE - 2 * VERIFY_TILE))
+        page = torch.arange(1, pages + 1, dtype=torch.int32, device=w.device)
+        r.page_SL[w.max_requests, :pages] = page
+        r.logical_SP[w.max_requests] = -1
+        r.logical_SP[w.max_requests, 1 : pages + 1] = page - 1
+        r.context_S[w.max_requests] = context
+        return context
+
+    def milliseconds(self, lanes: int, rows: int) -> float:
+        """Median time of a step, on the GPU's own clock where there is one."""
+        self.step(lanes, rows)
+        if self.workspace.device.type != "cuda":
+            marks = [time.perf_counter()]
+            for _ in range(EAGER_RUNS):
+                self.step(lanes, rows)
+                marks.append(time.perf_counter())
+            # The best: a shared machine only ever adds time.
+            return 1e3 * min(b - a for a, b in pairwise(marks))
+        make: Any = torch.cuda.Event
+        events = [make(enable_timing=True) for _ in range(TIMED_RUNS + 1)]
+        events[0].record()
+        for event in events[1:]:
+            self.step(lanes, rows)
+            event.record()
+        events[-1].synchronize()
+        return float(median(a.elapsed_time(b) for a, b in pairwise(events)))
+
+
+def capture_buckets(
+    workspace: Workspace, stages: Stages, lanes: Iterable[int], costs: MeasuredCosts
+) -> None:
+    """Capture and time every bucket of these lane counts that `costs` does not have yet."""
+    wanted = [
+        (count, rows)
+        for count in sorted(lanes, reverse=True)
+        for rows in (*(m * count for m in MULTIPLES), 0)
+        if (count, rows) not in costs.table
+    ]
+    runner = Runner(workspace, stages)
+    for count, rows in tqdm(wanted, desc="dscale: capture", unit="bucket", disable=not wanted):
+        for _ in range(CAPTURE_RUNS):
+            runner.step(count, rows)
+        near, far = (runner.at_context(context) for context in (0, LONG_CONTEXT))
+        slow = runner.milliseconds(count, rows)
+        runner.at_context(near)
+        fast = runner.milliseconds(count, rows)
+        per_token = max(0.0, slow - fast) / (count * (far - near)) if far > near else 0.0
+        costs.table[count, rows] = Cost(fast, per_token)
+
+
+def linear_costs(workspace: Workspace, stages: Stages, lanes: int) -> LinearCosts:
+    """Fit a line to eager steps of `lanes` lanes: a plain one and two drafted ones."""
+    runner, most = Runner(workspace, stages), VERIFY_TILE * lanes
+    plain = runner.milliseconds(lanes, 0)
+    half, full = (runner.milliseconds(lanes, rows) for rows in (most // 2, most))
+    row = max((full - half) / (most - most // 2), 1e-4)
+    verify = max(plain - row * lanes, 1e-3)
+    draft = max(half - verify - row * (most // 2), 1e-3)
+    return LinearCosts(draft / lanes, verify, row)
