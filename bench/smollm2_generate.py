@@ -146,6 +146,17 @@ def identity(
     with dscale.attach(model, args.drafter) as spec:
         ours = [model.generate(**inputs, **settings) for inputs in encoded]
         per_pass = spec.stats.tokens_per_pass
+    # Plain generate() against itself in other batches: what rounding alone does.
+    parts = [
+        {k: v[i : i + size // 4] for k, v in inputs.items()}
+        for inputs in encoded
+        for i in range(0, inputs["input_ids"].shape[0], size // 4)
+    ]
+    again = [row for part in parts for row in model.generate(**part, **settings)]
+    control = sum(
+        first_difference(left, right) is None
+        for left, right in zip((row for batch in plain for row in batch), again, strict=True)
+    )
     gaps = []
     for inputs, left, right in zip(encoded, plain, ours, strict=True):
         for row in range(left.shape[0]):
@@ -155,6 +166,8 @@ def identity(
     summary = base | {
         "prompts": len(prompts),
         "identical": len(prompts) - len(gaps),
+        "plain_in_batches": [size, size // 4],
+        "plain_identical_to_itself": control,
         "new_tokens": args.new_tokens,
         "tokens_per_pass": round(per_pass, 3),
         "gaps_at_first_divergence": sorted(round(gap, 4) for gap in gaps),
@@ -163,15 +176,20 @@ def identity(
     return [summary]
 
 
+def first_difference(left: Tensor, right: Tensor) -> int | None:
+    """Index where two rows first differ, as far as both go, else None."""
+    width = min(len(left), len(right))
+    differs = (left[:width] != right[:width]).nonzero()
+    return int(differs[0]) if len(differs) else None
+
+
 def first_gap(
     model: Any, inputs: dict[str, Tensor], plain: Tensor, ours: Tensor, row: int
 ) -> float | None:
     """Top-2 logit gap of the target where two outputs of a row first differ, else None."""
-    width = min(plain.shape[1], ours.shape[1])
-    differs = (plain[row, :width] != ours[row, :width]).nonzero()
-    if len(differs) == 0:
+    at = first_difference(plain[row], ours[row])
+    if at is None:
         return None
-    at = int(differs[0])
     keep = inputs["attention_mask"][row].bool()
     length = keep.shape[0]
     prefix = torch.cat((plain[row, :length][keep], plain[row, length:at]))

@@ -48,7 +48,11 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--prompts", type=Path, default=PROMPTS, help="a prompt file (.jsonl)")
     parser.add_argument("--drafter", help="a drafter folder or Hub id; default: the shipped one")
-    parser.add_argument("--budget", type=int, help="verified rows per request, 1 to 16")
+    parser.add_argument(
+        "--budget",
+        type=int,
+        help="verified rows per request, 1 to 16; default: 8 on a CPU, chosen step by step on a GPU",
+    )
     parser.add_argument("--max-new-tokens", type=int, default=128)
     return parser.parse_args()
 
@@ -65,12 +69,14 @@ def main() -> int:
 
     plain_generate = model.generate
     on_cpu = device.type == "cpu"
-    budget = args.budget or (CPU_BUDGET if on_cpu else 16)
+    budget = args.budget or (CPU_BUDGET if on_cpu else None)
+    settings: dict[str, Any] = {"mode": "dflash", "budget": budget} if budget else {}
     spec = dscale.attach(
-        model, args.drafter or dscale.demo.drafter(), budget=budget, pack_weights=on_cpu
+        model, args.drafter or dscale.demo.drafter(), pack_weights=on_cpu, **settings
     )
+    rows = f"{budget} rows verified per request and pass" if budget else "rows chosen by the step"
     packed = ", weights packed for the CPU" if on_cpu else ""
-    print(f"DScale: blocks of 16, {budget} rows verified per request and pass{packed}")
+    print(f"DScale: blocks of 16, {rows}{packed}")
     for generate in (plain_generate, model.generate):
         timed(generate, requests[0], max_new_tokens=8)  # warm-up, not counted
     plain: list[Run] = []

@@ -260,9 +260,8 @@ def main(argv: list[str] | None = None) -> None:
     device = accelerator.device
     report["device"] = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
     values = {k: v for k, v in vars(args).items() if not isinstance(v, float) or math.isfinite(v)}
-    report["options"] = json.loads(
-        json.dumps({**values, "model_name": args.model_name}, default=str)
-    )
+    if "train" in stages or "options" not in report:
+        report["options"] = json.loads(json.dumps(values, default=str))
     report["torch"] = torch.__version__
     if "generate" in stages and accelerator.is_main_process:
         report["generate"] = generate(args, model, tokenizer)

@@ -1,8 +1,9 @@
 """The real pair on real prompts: the same tokens as plain `generate()`, in fewer passes.
 
-`make test` runs 32 of the 64 prompts in batches of 8 at six rows a request, and a few one by one
-at full width. With DSCALE_IDENTITY=full both batch sizes run all prompts at full width, and
-batches of one are compared with plain calls of their own (a quarter of an hour on two cores).
+`make test` runs 32 of the 64 prompts in batches of 8 under a shared budget of six rows a request,
+and a few one by one at full width. With DSCALE_IDENTITY=full both batch sizes run all prompts at
+full width, and batches of one are compared with plain calls of their own (a quarter of an hour on
+two cores).
 """
 
 import os
@@ -85,7 +86,9 @@ def check(
 def test_batches_of_eight(
     smollm: tuple[Any, Any], prompts: list[list[int]], expected: list[list[int]]
 ) -> None:
-    settings: dict[str, Any] = {} if FULL else {"budget": 6, "pack_weights": True}
+    settings: dict[str, Any] = {"mode": "dflash"}
+    if not FULL:
+        settings = {"mode": "dscale", "budget": 6, "pack_weights": True}
     check(smollm, prompts, expected, BATCH, **settings)
 
 
@@ -99,4 +102,4 @@ def test_batches_of_one(
         )
         assert alone == expected
     chosen = slice(None, None, 1 if FULL else BATCH + 1)  # two of each set
-    check(smollm, prompts[chosen], expected[chosen], 1)
+    check(smollm, prompts[chosen], expected[chosen], 1, mode="dflash")
