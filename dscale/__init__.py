@@ -3,8 +3,9 @@
 from dscale import demo
 from dscale.attach import attach, generate
 from dscale.config import EngineConfig
+from dscale.engine import Engine
 from dscale.generate import Attachment
 from dscale.stats import Stats
 
 __version__ = "0.1.0"
-__all__ = ["Attachment", "EngineConfig", "Stats", "attach", "demo", "generate"]
+__all__ = ["Attachment", "Engine", "EngineConfig", "Stats", "attach", "demo", "generate"]

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 
+from dscale.choosers import GREEDY, chooser_of
 from dscale.compiled.attention import VERIFY_TILE
 from dscale.compiled.drafter import Drafter
 from dscale.compiled.flow import COUNT, LIVE, TOKENS
@@ -23,7 +26,13 @@ from dscale.prefill import chunks
 from dscale.request import Request
 from dscale.stages import Stages, build_stages
 from dscale.stats import Stats
-from dscale.timing import MeasuredCosts, buckets_to, capture_buckets, linear_costs
+from dscale.timing import (
+    MeasuredCosts,
+    bucket_kinds,
+    buckets_to,
+    capture_buckets,
+    linear_costs,
+)
 from dscale.workspace import STOP_IDS, Workspace, bucket_of
 
 TIMED_LANES = 8
@@ -76,10 +85,16 @@ class Engine:
         before any compute for a request that cannot run, naming its field."""
         for request in requests:
             request.check(self.target.config.vocab_size)
+        with self._computing():
+            self._generate(requests, on_tokens or (lambda index, tokens: None))
+
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        """One thread at a time, outside inference mode (whose buffers could not be written to
+        later) and autocast. Raises ValueError when this thread is at it already."""
         if self._owner == threading.get_ident():
             raise ValueError("streamer: expected no call of generate from within its put()")
         device = self.target.inv_freq.device.type
-        # Buffers made in inference mode could not be written to outside it.
         with (
             self._lock,
             torch.inference_mode(False),
@@ -88,9 +103,29 @@ class Engine:
         ):
             self._owner = threading.get_ident()
             try:
-                self._generate(requests, on_tokens or (lambda index, tokens: None))
+                yield
             finally:
                 self._owner = None
+
+    def warm_up(self, requests: int, tokens: int, chooser: Chooser = GREEDY) -> None:
+        """Make room for `requests` requests of `tokens` tokens each, prompt included, and on a GPU
+        compile and capture every step they may need, with a progress bar.
+
+        A call does by itself what it finds missing; this does it ahead. `chooser`: how those
+        requests will choose tokens, `chooser_of` tells. Raises ValueError below 1 request or 2
+        tokens."""
+        for name, value, least in (("requests", requests, 1), ("tokens", tokens, 2)):
+            if value < least:
+                raise ValueError(f"{name}: expected at least {least}, got {value!r}")
+        placeholder = Request(prompt=[0], max_new_tokens=tokens - 1)
+        with self._computing():
+            workspace = self._room_for([placeholder] * requests)
+            stages = self._stages_for(chooser)
+            self._policy_for(chooser, requests)
+            if self.captured:
+                costs = self._costs.setdefault(chooser, MeasuredCosts())
+                kinds = bucket_kinds(self.config)
+                capture_buckets(workspace, stages, buckets_to(requests), kinds, costs)
 
     def _generate(self, requests: list[Request], emit: OnTokens) -> None:
         workspace = self._room_for(requests)
@@ -237,23 +272,11 @@ class Engine:
             return self._policies.setdefault(chooser, FixedBudget(average))
         if self.captured:
             costs = self._costs.setdefault(chooser, MeasuredCosts())
-            capture_buckets(self._workspace, stages, buckets_to(requests), costs)
+            capture_buckets(
+                self._workspace, stages, buckets_to(requests), bucket_kinds(self.config), costs
+            )
             return self._policies.setdefault(chooser, AutoBudget(costs))
         if chooser not in self._policies:
             measured = linear_costs(self._workspace, stages, min(requests, TIMED_LANES))
             self._policies[chooser] = AutoBudget(measured)
         return self._policies[chooser]
-
-
-def chooser_of(requests: list[Request]) -> Chooser:
-    """The narrowest way of choosing tokens that serves all the requests."""
-    sampled = [r for r in requests if r.temperature > 0]
-    if not sampled:
-        return Chooser()
-    if all(r.top_k == 0 and r.top_p >= 1 and r.min_p <= 0 for r in sampled):
-        return Chooser(sample=True)
-    if all(r.top_k > 0 for r in sampled):
-        # Powers of two, so that similar settings share a compiled stage.
-        largest = max(r.top_k for r in sampled)
-        return Chooser(sample=True, max_candidates=max(64, 1 << (largest - 1).bit_length()))
-    return Chooser(sample=True, max_candidates=1 << 62)

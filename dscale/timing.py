@@ -16,6 +16,7 @@ from tqdm import tqdm
 from dscale.compiled.attention import VERIFY_TILE
 from dscale.compiled.capture import begin_step
 from dscale.compiled.kv import PAGE
+from dscale.config import EngineConfig
 from dscale.policy import MULTIPLES, Cost
 from dscale.stages import Stages
 from dscale.workspace import BUCKETS, Workspace, bucket_of
@@ -35,9 +36,10 @@ def buckets_to(lanes: int) -> list[int]:
 
 @dataclass(slots=True)
 class MeasuredCosts:
-    """Times of captured buckets: (lanes, rows) to a cost; rows 0 is a plain step."""
+    """Times of captured buckets: (lanes, rows) to a cost; rows 0 is a plain step, None a uniform
+    one."""
 
-    table: dict[tuple[int, int], Cost] = field(default_factory=dict)
+    table: dict[tuple[int, int | None], Cost] = field(default_factory=dict)
 
     def of(self, lanes: int, rows: int) -> Cost:
         """Of one bucket. Raises KeyError for one that was never measured."""
@@ -66,13 +68,17 @@ class Runner:
     def __init__(self, workspace: Workspace, stages: Stages) -> None:
         self.workspace, self.stages = workspace, stages
 
-    def step(self, lanes: int, rows: int) -> None:
-        """A drafted step of `rows` rows, or with 0 a plain one."""
+    def step(self, lanes: int, rows: int | None) -> None:
+        """A drafted step of `rows` packed rows, with 0 a plain one, with None a uniform one."""
         requests, step = self.workspace.requests, self.workspace.step(lanes)
         step.slot_N.fill_(self.workspace.max_requests)
         begin_step()
         if rows == 0 or self.stages.decide is None:
             self.stages.plain(requests, step)
+            return
+        if rows is None:
+            self.stages.decide(requests, step)
+            self.stages.verify(requests, step)
             return
         self.stages.decide(requests, step, self.workspace.packed(lanes, lanes * VERIFY_TILE))
         self.stages.verify(requests, step, self.workspace.packed(lanes, rows))
@@ -89,7 +95,7 @@ class Runner:
         r.context_S[w.max_requests] = context
         return context
 
-    def milliseconds(self, lanes: int, rows: int) -> float:
+    def milliseconds(self, lanes: int, rows: int | None) -> float:
         """Median time of a step, on the GPU's own clock where there is one."""
         self.step(lanes, rows)
         if self.workspace.device.type != "cuda":
@@ -109,16 +115,31 @@ class Runner:
         return float(median(a.elapsed_time(b) for a, b in pairwise(events)))
 
 
+def bucket_kinds(config: EngineConfig) -> tuple[int | None, ...]:
+    """Rows per lane of the captured steps of a mode: 0 is a plain step, None a uniform one."""
+    if config.automatic:
+        return (*MULTIPLES, 0)
+    if config.average is not None:
+        return (config.average,)
+    return (0,) if config.mode == "ar" else (None,)
+
+
 def capture_buckets(
-    workspace: Workspace, stages: Stages, lanes: Iterable[int], costs: MeasuredCosts
+    workspace: Workspace,
+    stages: Stages,
+    lanes: Iterable[int],
+    kinds: tuple[int | None, ...],
+    costs: MeasuredCosts,
 ) -> None:
-    """Capture and time every bucket of these lane counts that `costs` does not have yet."""
+    """Capture and time every bucket of these lane counts that `costs` does not have yet.
+
+    `kinds`: see `bucket_kinds`."""
     wanted = [
-        (count, rows)
+        (count, None if kind is None else kind * count)
         for count in sorted(lanes, reverse=True)
-        for rows in (*(m * count for m in MULTIPLES), 0)
-        if (count, rows) not in costs.table
+        for kind in kinds
     ]
+    wanted = [bucket for bucket in wanted if bucket not in costs.table]
     runner = Runner(workspace, stages)
     for count, rows in tqdm(wanted, desc="dscale: capture", unit="bucket", disable=not wanted):
         for _ in range(CAPTURE_RUNS):

@@ -51,7 +51,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--budget",
         type=int,
-        help="verified rows per request, 1 to 16; default: 8 on a CPU, chosen step by step on a GPU",
+        help="verified rows per request, 1 to 16; default: 8 on a CPU, else chosen",
     )
     parser.add_argument("--max-new-tokens", type=int, default=128)
     return parser.parse_args()
