@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -15,8 +16,26 @@ def capture(stage: nn.Module) -> Callable[..., Any]:
 
     The stage reads and writes fixed-address buffers only and returns nothing, so each bucket is
     one recording. `fullgraph` makes a graph break an error rather than a slow step."""
-    compiled: Callable[..., Any] = torch.compile(stage, mode="reduce-overhead", fullgraph=True)
+    compiled: Callable[..., Any] = torch.compile(
+        own_forward(stage), mode="reduce-overhead", fullgraph=True
+    )
     return compiled
+
+
+def own_forward(stage: nn.Module) -> Callable[..., Any]:
+    """The stage's forward as a function of its own.
+
+    Compiled code is kept, and its number limited, per function: stages of one class, say for
+    greedy and for sampled requests, would use up one another's limit."""
+    shared: Any = type(stage).forward
+    own = types.FunctionType(
+        shared.__code__.replace(),
+        shared.__globals__,
+        shared.__name__,
+        shared.__defaults__,
+        shared.__closure__,
+    )
+    return types.MethodType(own, stage)
 
 
 def begin_step() -> None:

@@ -97,6 +97,17 @@ class Decide(nn.Module):
         return hidden.view(lanes, block, -1)
 
 
+class Anchors(nn.Module):
+    """In place of Decide for a step that drafts nothing: one row for every live lane."""
+
+    def forward(self, requests: Requests, step: Step, packed: Packed) -> None:
+        """Set `step.length_N` and the packed rows, of which verify reads the first N."""
+        length_N = requests.live_S[step.slot_N].int()
+        step.length_N.copy_(length_N)
+        step.result_NX[:, LENGTH].copy_(length_N)
+        pack(requests, step, packed)
+
+
 def pack(requests: Requests, step: Step, packed: Packed) -> None:
     """Lay the anchors and the chosen candidates out in `packed`, one request after the other."""
     offset_N, *columns = ops.pack_rows(

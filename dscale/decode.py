@@ -88,12 +88,11 @@ class Decoding:
             self._placed[lanes] = slots
         choice = self._choose(lanes, live)
         begin_step()
-        if choice is not None and choice.draft:
+        if choice is not None:
             self._adaptive(step, lanes, choice)
-        elif choice is not None or self.stages.decide is None:
-            self.stages.plain(requests, step)
         else:
-            self.stages.decide(requests, step)
+            if self.stages.decide is not None:
+                self.stages.decide(requests, step)
             self.stages.verify(requests, step)
         return self._collect(live, choice, step)
 
@@ -110,14 +109,15 @@ class Decoding:
         return Choice(min(choice.rows, choice.average * len(live), most), choice.average)
 
     def _adaptive(self, step: Step, lanes: int, choice: Choice) -> None:
-        workspace, decide = self.workspace, self.stages.decide
+        workspace = self.workspace
+        decide = self.stages.decide if choice.draft else self.stages.anchors
         assert decide is not None
         room = (choice.rows, choice.average)
         if self._rooms.get(lanes) != room:
             self._send(step.room, list(room))
             self._rooms[lanes] = room
         packed = workspace.packed(lanes, lanes * VERIFY_TILE)
-        if self.host_lengths:
+        if self.host_lengths and choice.draft:
             decide(workspace.requests, step)
             self._pack_on_host(step, packed)
         else:
@@ -173,7 +173,7 @@ class Decoding:
             tokens = row[TOKENS][:count].tolist()
             request.tokens += tokens
             request.progress.append(count)
-            rows = int(row[LENGTH]) if drafted else 1 if launch.choice is not None else self.rows
+            rows = self.rows if launch.choice is None else int(row[LENGTH])
             self.stats.add_pass(count, rows)
             if not row[LIVE]:
                 ended.add(index)

@@ -8,7 +8,7 @@ from typing import Any
 
 from dscale.compiled.attention import VERIFY_TILE, Tile
 from dscale.compiled.capture import capture
-from dscale.compiled.decide import Decide
+from dscale.compiled.decide import Anchors, Decide
 from dscale.compiled.drafter import Drafter
 from dscale.compiled.predictor import Predictor
 from dscale.compiled.prefill import Prefill
@@ -26,13 +26,13 @@ CONTROL_BLOCK = 128
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """`decide` is None where nothing is drafted. `plain` verifies one row per lane: a step of mode
-    "ar", or one for which the budget policy drafts nothing."""
+    """`decide` is None where nothing is drafted. `anchors`, in the adaptive modes, takes its place
+    in a step for which the budget policy drafts nothing."""
 
     prefill: Stage
     decide: Stage | None
+    anchors: Stage | None
     verify: Stage
-    plain: Stage
 
 
 def verify_tile(config: EngineConfig, rows: int, flex: bool) -> Tile:
@@ -59,7 +59,6 @@ def build_stages(
     shared = (target, pool, drafter, draft_pool)
     wrap: Callable[[Any], Stage] = capture if captured else _as_is
     rows = 1 if drafter is None else config.uniform_rows(drafter.config.block_size)
-    plain = wrap(Verify(*shared, 1, chooser, Tile(height=VERIFY_TILE if flex else 1, flex=flex)))
     decide = None
     if drafter is not None and draft_pool is not None and (config.adaptive or rows > 1):
         decide = wrap(
@@ -73,10 +72,12 @@ def build_stages(
                 flex=flex,
             )
         )
-    verify = plain
-    if decide is not None:
-        verify = wrap(Verify(*shared, rows, chooser, verify_tile(config, rows, flex)))
-    return Stages(Prefill(*shared, chooser, flex), decide, verify, plain)
+    return Stages(
+        prefill=Prefill(*shared, chooser, flex),
+        decide=decide,
+        anchors=wrap(Anchors()) if config.adaptive else None,
+        verify=wrap(Verify(*shared, rows, chooser, verify_tile(config, rows, flex))),
+    )
 
 
 def _as_is(stage: Stage) -> Stage:

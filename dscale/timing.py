@@ -73,15 +73,15 @@ class Runner:
         requests, step = self.workspace.requests, self.workspace.step(lanes)
         step.slot_N.fill_(self.workspace.max_requests)
         begin_step()
-        if rows == 0 or self.stages.decide is None:
-            self.stages.plain(requests, step)
-            return
         if rows is None:
-            self.stages.decide(requests, step)
+            if self.stages.decide is not None:
+                self.stages.decide(requests, step)
             self.stages.verify(requests, step)
             return
-        self.stages.decide(requests, step, self.workspace.packed(lanes, lanes * VERIFY_TILE))
-        self.stages.verify(requests, step, self.workspace.packed(lanes, rows))
+        decide = self.stages.decide if rows else self.stages.anchors
+        assert decide is not None
+        decide(requests, step, self.workspace.packed(lanes, lanes * VERIFY_TILE))
+        self.stages.verify(requests, step, self.workspace.packed(lanes, rows or lanes))
 
     def at_context(self, context: int) -> int:
         """Give the idle slot pages of its own and up to `context` tokens; returns how many."""
@@ -121,7 +121,7 @@ def bucket_kinds(config: EngineConfig) -> tuple[int | None, ...]:
         return (*MULTIPLES, 0)
     if config.average is not None:
         return (config.average,)
-    return (0,) if config.mode == "ar" else (None,)
+    return (None,)
 
 
 def capture_buckets(

@@ -67,7 +67,7 @@ def test_pages_of_a_request(length: int, new: int, pages: int) -> None:
 
 def test_buckets() -> None:
     assert [bucket_of(n) for n in (1, 2, 3, 9, 13, 29, 32, 33, 64, 65)] == [
-        1, 2, 4, 12, 16, 32, 32, 64, 64, 96
+        2, 2, 4, 12, 16, 32, 32, 64, 64, 96
     ]  # fmt: skip
 
 
