@@ -2,7 +2,7 @@
 
 Shapes: S request slots (the last one is the idle slot, never live), N lanes of this step, W = 16
 block and tile rows, C = W - 1 candidates, M packed rows, L logical pages, P physical pages, Z stop
-ids, K recent passes, T rows per lane of a uniform step, R = N * T."""
+ids, K recent passes, T rows per lane of a uniform step, R = N * T, V vocabulary."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dscale.compiled.attention import VERIFY_TILE, Rows
 from dscale.compiled.kv import Paging, slots_of
+from dscale.compiled.penalty import see
 from dscale.compiled.predictor import RECENT
 from dscale.compiled.sampling import Sampling
 
@@ -31,9 +32,10 @@ class Requests(NamedTuple):
           in both caches      known, in no cache
 
     `context_S`, `remaining_S` int32; `anchor_S`, `seed_S`, `top_k_S` int64; `live_S` bool;
-    `temperature_S`, `top_p_S`, `min_p_S` float32; `page_SL`, `logical_SP` int32 (see Paging);
-    `stop_SZ` int64, padded with -1. `recent_SK` int32: drafted tokens accepted in the last passes,
-    newest first, -1 where there was none yet."""
+    `temperature_S`, `top_p_S`, `min_p_S`, `penalty_S` (1 is off) float32; `page_SL`, `logical_SP`
+    int32 (see Paging); `stop_SZ` int64, padded with -1. `recent_SK` int32: drafted tokens accepted
+    in the last passes, newest first, -1 where there was none yet. `seen_SV` bool: tokens of the
+    prompt and the committed ones, for the penalty; [S, 1] and not used until one is asked for."""
 
     context_S: Tensor
     remaining_S: Tensor
@@ -48,6 +50,8 @@ class Requests(NamedTuple):
     logical_SP: Tensor
     stop_SZ: Tensor
     recent_SK: Tensor
+    penalty_S: Tensor
+    seen_SV: Tensor
 
     def paging(self, slot_N: Tensor) -> Paging:
         """Page tables and context lengths of the lanes."""
@@ -116,15 +120,20 @@ def uniform_rows(paging: Paging, width: int, height: int) -> Rows:
 
 
 def commit(
-    requests: Requests, step: Step, choice_NT: Tensor, accepted_N: Tensor, advance: bool
+    requests: Requests,
+    step: Step,
+    choice_NT: Tensor,
+    accepted_N: Tensor,
+    advance: bool,
+    mark: bool = False,
 ) -> None:
     """Commit the accepted prefix and its successor: cut at the first stop id and at the token
     limit.
 
     `choice_NT` [N, T] int64: the target's tokens; the first accepted + 1 are the progress.
     `advance`: the rows in front of the tokens are in the caches now, so the context grows by the
-    progress (decode); a prefill's first token only becomes the anchor. Idle lanes commit nothing.
-    """
+    progress (decode); a prefill's first token only becomes the anchor. `mark`: remember the tokens
+    as seen, for the penalty. Idle lanes commit nothing."""
     slot_N = step.slot_N
     remaining_N = requests.remaining_S[slot_N]
     live_N = requests.live_S[slot_N]
@@ -143,6 +152,8 @@ def commit(
     requests.anchor_S.index_put_((slot_N,), last_N)
     requests.remaining_S.index_put_((slot_N,), remaining_N - count_N)
     requests.live_S.index_put_((slot_N,), live_N)
+    if mark:
+        see(requests.seen_SV, slot_N, choice_NT, count_N)
     step.result_NX[:, : choice_NT.shape[1]].copy_(choice_NT)
     step.result_NX[:, COUNT].copy_(count_N)
     step.result_NX[:, LIVE].copy_(live_N)

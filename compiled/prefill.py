@@ -11,6 +11,7 @@ from dscale.compiled.attention import Rows, Tile
 from dscale.compiled.drafter import Drafter
 from dscale.compiled.flow import Requests, Step, commit
 from dscale.compiled.kv import KVPool
+from dscale.compiled.penalty import penalise
 from dscale.compiled.sampling import Chooser, choose
 from dscale.compiled.target import Target
 
@@ -57,5 +58,11 @@ class Prefill(nn.Module):
         requests.context_S.index_put_((step.slot_N,), end_N.int())
         requests.live_S.index_put_((step.slot_N,), chunk.ends_N)
         logits = self.target.logits(hidden[chunk.last_N])
-        choice_N = choose(logits, end_N, requests.sampling(step.slot_N), self.chooser)
-        commit(requests, step, choice_N[:, None], chunk.last_N * 0, advance=False)
+        slot_N, mark = step.slot_N, self.chooser.penalty
+        if mark:
+            # Behind a prompt there is no block yet.
+            block_NC = chunk.last_N[:, None][:, :0]
+            penalty_N = requests.penalty_S[slot_N]
+            logits = penalise(logits, requests.seen_SV, slot_N, penalty_N, block_NC)
+        choice_N = choose(logits, end_N, requests.sampling(slot_N), self.chooser)
+        commit(requests, step, choice_N[:, None], chunk.last_N * 0, advance=False, mark=mark)

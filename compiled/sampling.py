@@ -33,10 +33,12 @@ class Chooser:
 
     `sample` False: argmax for every row, the settings are not read. `max_candidates`: the sorted
     candidates kept per row, at least the largest top_k of any row; 0 for the whole vocabulary
-    unsorted, right only when no row has top-k, top-p or min-p."""
+    unsorted, right only when no row has top-k, top-p or min-p. `penalty`: whether a row may have a
+    repetition penalty; the stage then penalises its logits before it calls `choose`."""
 
     sample: bool = False
     max_candidates: int = 0
+    penalty: bool = False
 
 
 def choose(logit_RV: Tensor, position_R: Tensor, sampling: Sampling, chooser: Chooser) -> Tensor:

@@ -12,6 +12,7 @@ from dscale.compiled.attention import VERIFY_TILE, Rows, Tile
 from dscale.compiled.drafter import Drafter
 from dscale.compiled.flow import Packed, Requests, Step, commit, remember, uniform_rows
 from dscale.compiled.kv import KVPool, Paging
+from dscale.compiled.penalty import block_before, penalise
 from dscale.compiled.sampling import Chooser, choose
 from dscale.compiled.target import Target
 from dscale.kernels import ops
@@ -57,7 +58,7 @@ class Verify(nn.Module):
             choice_NT = choice_M[row_NT]
         if self.drafter is not None:
             remember(requests, step.slot_N, accepted_N, length_N)
-        commit(requests, step, choice_NT, accepted_N, advance=True)
+        commit(requests, step, choice_NT, accepted_N, advance=True, mark=self.chooser.penalty)
 
     def choose(
         self, requests: Requests, step: Step, token_M: Tensor, rows: Rows, paging: Paging
@@ -68,5 +69,9 @@ class Verify(nn.Module):
             # Rejected rows enter the draft cache too: the next block overwrites their slots before
             # they are read.
             self.drafter.write_context(taps, rows.position_R, rows.slot_R, self.draft_pool)
-        sampling = requests.sampling(step.slot_N[rows.lane_R])
-        return choose(self.target.logits(hidden), rows.position_R + 1, sampling, self.chooser)
+        slot_M, logits = step.slot_N[rows.lane_R], self.target.logits(hidden)
+        if self.chooser.penalty:
+            block_MC = block_before(token_M, rows.tile_row_R, self.rows - 1)
+            penalty_M = requests.penalty_S[slot_M]
+            logits = penalise(logits, requests.seen_SV, slot_M, penalty_M, block_MC)
+        return choose(logits, rows.position_R + 1, requests.sampling(slot_M), self.chooser)

@@ -119,7 +119,7 @@ class Engine:
                 raise ValueError(f"{name}: expected at least {least}, got {value!r}")
         placeholder = Request(prompt=[0], max_new_tokens=tokens - 1)
         with self._computing():
-            workspace = self._room_for([placeholder] * requests)
+            workspace = self._room_for([placeholder] * requests, chooser)
             stages = self._stages_for(chooser)
             self._policy_for(chooser, requests)
             if self.captured:
@@ -128,8 +128,8 @@ class Engine:
                 capture_buckets(workspace, stages, buckets_to(requests), kinds, costs)
 
     def _generate(self, requests: list[Request], emit: OnTokens) -> None:
-        workspace = self._room_for(requests)
         chooser = chooser_of(requests)
+        workspace = self._room_for(requests, chooser)
         stages, policy = self._stages_for(chooser), self._policy_for(chooser, len(requests))
         self._place(requests, workspace)
         self.stats.calls += 1
@@ -191,6 +191,9 @@ class Engine:
             host.top_k_S[slot] = request.top_k
             host.top_p_S[slot] = request.top_p
             host.min_p_S[slot] = request.min_p
+            host.penalty_S[slot] = request.repetition_penalty
+            if request.repetition_penalty != 1:
+                host.seen_SV[slot, request.prompt + request.also_seen] = True
             host.stop_SZ[slot, : len(request.stop_ids)] = torch.tensor(
                 request.stop_ids, dtype=torch.int64
             )
@@ -201,10 +204,10 @@ class Engine:
         workspace.clear([page for request in requests for page in request.pages])
         workspace.upload(host)
 
-    def _room_for(self, requests: list[Request]) -> Workspace:
+    def _room_for(self, requests: list[Request], chooser: Chooser) -> Workspace:
         """The workspace, made larger when this call needs it; a fixed pool that is too small is an
         error."""
-        need = self._sizes(requests)
+        need = self._sizes(requests, chooser)
         if self._workspace is None or not self._workspace.fits(**need):
             old = self._workspace
             if old is not None:
@@ -221,7 +224,7 @@ class Engine:
                 ) from error
         return self._workspace
 
-    def _sizes(self, requests: list[Request]) -> dict[str, int]:
+    def _sizes(self, requests: list[Request], chooser: Chooser) -> dict[str, int]:
         """Sizes this call needs, rounded up so that the next one rarely needs more."""
         num_pages = 1 + sum(r.num_pages for r in requests)
         per_request = 1 << (max(r.num_pages for r in requests) - 1).bit_length()
@@ -243,6 +246,7 @@ class Engine:
             "num_pages": num_pages,
             "pages_per_request": per_request,
             "stop_ids": max(STOP_IDS, 1 << (stop_ids - 1).bit_length() if stop_ids else 0),
+            "seen": self.target.config.vocab_size if chooser.penalty else 1,
         }
 
     def _stages_for(self, chooser: Chooser) -> Stages:

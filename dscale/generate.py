@@ -7,7 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers import (
+    GenerationConfig,
+    GenerationMixin,
+    PreTrainedModel,
+    RepetitionPenaltyLogitsProcessor,
+)
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from dscale.arguments import INPUTS, check_arguments
@@ -149,7 +154,14 @@ class _Loop:
         refuse_unsupported(vars(generation_config))
         if self.streamer is not None and input_ids.shape[0] > 1:
             raise ValueError(f"streamer: expected one row, got a batch of {input_ids.shape[0]}")
-        requests = self.requests(input_ids, model_kwargs.get("attention_mask"), generation_config)
+        mask = model_kwargs.get("attention_mask")
+        requests = self.requests(input_ids, mask, generation_config)
+        if mask is not None:
+            seen = seen_padding(input_ids, mask, logits_processor or [])
+            for request, ids in zip(requests, seen, strict=True):
+                # What the model cannot say needs no penalty.
+                vocab = self.engine.target.config.vocab_size
+                request.also_seen = [i for i in ids if 0 <= i < vocab]
         self.engine.generate(requests, self.put if self.streamer is not None else None)
         sequences = assemble(input_ids, requests, generation_config._pad_token_tensor)
         if generation_config.return_dict_in_generate:
@@ -189,6 +201,21 @@ class _Loop:
         """Stream committed tokens, one per call as transformers' own loop does."""
         for token in tokens:
             self.streamer.put(torch.tensor([token]))
+
+
+def seen_padding(input_ids: Tensor, mask: Tensor, processors: list[Any]) -> list[list[int]]:
+    """Masked ids of each row that transformers' repetition penalty counts as seen.
+
+    Its processor says which: all of them, or none of the leading ones (newer releases)."""
+    kind = RepetitionPenaltyLogitsProcessor
+    penalty = next((p for p in processors if isinstance(p, kind)), None)
+    if penalty is None:
+        return [[] for _ in input_ids]
+    ignored = penalty.prompt_ignore_length
+    first = torch.as_tensor(0 if ignored is None else ignored, device=mask.device)
+    column = torch.arange(mask.shape[1], device=mask.device)
+    counted = ~mask.bool() & (column >= first.view(-1, 1))
+    return [row[c].tolist() for row, c in zip(input_ids, counted, strict=True)]
 
 
 def assemble(input_ids: Tensor, requests: list[Request], pad: Tensor | None) -> Tensor:

@@ -11,8 +11,10 @@ from dscale.pages import pages_for
 class Request:
     """A prompt and how to continue it.
 
-    `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 are off. `seed` keys the sampling
-    noise together with the absolute position. `tokens` grows by each step's progress; `progress`
+    `temperature` 0 is greedy. `top_k` 0, `top_p` 1, `min_p` 0 and `repetition_penalty` 1 are off.
+    The penalty counts the prompt and the request's own tokens as seen, and `also_seen`: ids that
+    are in no context, as transformers' padding. `seed` keys the sampling noise together with the
+    absolute position. `tokens` grows by each step's progress; `progress`
     has one entry per decode pass."""
 
     prompt: list[int]
@@ -22,6 +24,8 @@ class Request:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    also_seen: list[int] = field(default_factory=list)
     seed: int = 0
     tokens: list[int] = field(default_factory=list)
     progress: list[int] = field(default_factory=list)
@@ -43,8 +47,19 @@ class Request:
             raise ValueError(
                 "input_ids: expected at least one prompt token per row, got an empty prompt"
             )
-        worst = next((t for t in self.prompt if not 0 <= t < vocab_size), None)
-        if worst is not None:
-            raise ValueError(f"input_ids: expected token ids in 0..{vocab_size - 1}, got {worst}")
+        for name, ids in (("input_ids", self.prompt), ("also_seen", self.also_seen)):
+            worst = next((t for t in ids if not 0 <= t < vocab_size), None)
+            if worst is not None:
+                raise ValueError(f"{name}: expected token ids in 0..{vocab_size - 1}, got {worst}")
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens: expected at least 1, got {self.max_new_tokens}")
+        check_penalty(self.repetition_penalty)
+
+
+def check_penalty(penalty: object) -> None:
+    """Raise ValueError for a repetition penalty that transformers refuses: it takes a strictly
+    positive float, or any 1."""
+    if not (penalty == 1 or (isinstance(penalty, float) and penalty > 0)):
+        raise ValueError(
+            f"repetition_penalty: expected a strictly positive float, got {penalty!r}"
+        )

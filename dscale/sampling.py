@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
+from dscale.request import check_penalty
+
 KNOWN = frozenset(name for name in vars(GenerationConfig()) if not name.startswith("_")) - {
     "transformers_version"
 }
@@ -17,7 +19,7 @@ SUPPORTED = frozenset(
     {
         "max_new_tokens", "max_length", "do_sample", "temperature", "top_k", "top_p", "min_p",
         "eos_token_id", "pad_token_id", "bos_token_id", "return_dict_in_generate",
-        "num_return_sequences",
+        "num_return_sequences", "repetition_penalty",
     }
 )  # fmt: skip
 """Fields of GenerationConfig that `generate` honours."""
@@ -33,7 +35,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "typical_p": (1.0,),
     "epsilon_cutoff": (0.0,),
     "eta_cutoff": (0.0,),
-    "repetition_penalty": (1.0,),
     "encoder_repetition_penalty": (1.0,),
     "no_repeat_ngram_size": (0,),
     "encoder_no_repeat_ngram_size": (0,),
@@ -67,7 +68,7 @@ REASONS = {
 
 def refuse_unsupported(fields: Mapping[str, Any]) -> None:
     """Raise ValueError naming the first field of a merged config that asks for what is not
-    supported.
+    supported, or a repetition penalty that transformers refuses too.
 
     Attributes that transformers ignores, as old checkpoints carry, are ignored here too."""
     for name, value in fields.items():
@@ -80,6 +81,9 @@ def refuse_unsupported(fields: Mapping[str, Any]) -> None:
             raise ValueError(
                 f"{name}: not supported by dscale yet, {expected}, got {value!r}{reason}"
             )
+    penalty = fields.get("repetition_penalty")
+    if penalty is not None:
+        check_penalty(penalty)
 
 
 def request_settings(generation_config: Any) -> dict[str, Any]:
@@ -89,7 +93,9 @@ def request_settings(generation_config: Any) -> dict[str, Any]:
     """
     stop = generation_config.eos_token_id
     stop_ids = () if stop is None else tuple(torch.as_tensor(stop).long().flatten().tolist())
-    settings: dict[str, Any] = {"stop_ids": stop_ids}
+    penalty = _or(generation_config.repetition_penalty, 1.0)
+    check_penalty(penalty)
+    settings: dict[str, Any] = {"stop_ids": stop_ids, "repetition_penalty": float(penalty)}
     if not generation_config.do_sample:
         return settings
     temperature = _or(generation_config.temperature, 1.0)

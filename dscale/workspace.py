@@ -47,14 +47,14 @@ class Workspace:
         num_pages: int,
         pages_per_request: int,
         stop_ids: int = STOP_IDS,
+        seen: int = 1,
     ) -> None:
+        """`seen`: columns of the bitmap of seen tokens, the vocabulary's size for calls with a
+        repetition penalty."""
         device, dtype = target.norm.device, target.norm.dtype
         self.device, self.max_requests = device, max_requests
-        self.num_pages, self.pages_per_request, self.stop_ids = (
-            num_pages,
-            pages_per_request,
-            stop_ids,
-        )
+        self.num_pages, self.pages_per_request = num_pages, pages_per_request
+        self.stop_ids, self.seen = stop_ids, seen
         c = target.config
         self.pool = KVPool(c.num_layers, num_pages, c.num_kv_heads, c.head_dim, dtype, device)
         self.draft_pool = None
@@ -69,7 +69,13 @@ class Workspace:
         self._packed: dict[tuple[int, int], Packed] = {}
 
     def fits(
-        self, *, max_requests: int, num_pages: int, pages_per_request: int, stop_ids: int
+        self,
+        *,
+        max_requests: int,
+        num_pages: int,
+        pages_per_request: int,
+        stop_ids: int,
+        seen: int,
     ) -> bool:
         """Whether a call of this size can run in these buffers."""
         return (
@@ -77,6 +83,7 @@ class Workspace:
             and num_pages <= self.num_pages
             and pages_per_request <= self.pages_per_request
             and stop_ids <= self.stop_ids
+            and seen <= self.seen
         )
 
     def host_requests(self) -> Requests:
@@ -100,6 +107,8 @@ class Workspace:
             logical_SP=zeros(torch.int32, self.num_pages),
             stop_SZ=zeros(torch.int64, self.stop_ids),
             recent_SK=zeros(torch.int32, RECENT),
+            penalty_S=zeros(torch.float32),
+            seen_SV=zeros(torch.bool, self.seen),
         )
         requests.top_p_S.fill_(1.0)
         requests.logical_SP.fill_(-1)
@@ -107,6 +116,7 @@ class Workspace:
         requests.logical_SP[:, 0] = 0
         requests.stop_SZ.fill_(-1)
         requests.recent_SK.fill_(-1)
+        requests.penalty_S.fill_(1.0)
         return requests
 
     def clear(self, pages: list[int]) -> None:

@@ -75,7 +75,7 @@ FIELDS: dict[str, Any] = {
     "stop_strings": ["a"], "num_beams": 3, "use_mtp": True, "use_cache": False,
     "cache_implementation": "static", "cache_config": {"a": 1}, "max_cache_len": 100,
     "top_h": 0.5, "typical_p": 0.5, "epsilon_cutoff": 0.1, "eta_cutoff": 0.1,
-    "repetition_penalty": 1.2, "encoder_repetition_penalty": 1.2, "length_penalty": 2.0,
+    "encoder_repetition_penalty": 1.2, "length_penalty": 2.0,
     "no_repeat_ngram_size": 2, "bad_words_ids": [[3]], "renormalize_logits": True,
     "forced_bos_token_id": 4, "forced_eos_token_id": 3, "remove_invalid_values": True,
     "exponential_decay_length_penalty": (2, 1.1), "suppress_tokens": [3],
