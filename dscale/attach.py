@@ -33,6 +33,7 @@ def attach(
     budget_seed: str = "none",
     prefill_chunk: int = 512,
     pool_tokens: int | None = None,
+    max_concurrency: int | None = None,
     pack_weights: bool = False,
     capture: bool | None = None,
 ) -> Attachment:
@@ -53,6 +54,7 @@ def attach(
         budget_seed=budget_seed,
         prefill_chunk=prefill_chunk,
         pool_tokens=pool_tokens,
+        max_concurrency=max_concurrency,
         pack_weights=pack_weights,
         capture=capture,
     )

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from dscale.compiled.attention import PREFILL_TILE, VERIFY_TILE
+from dscale.kernels.ops import MAX_LANES
 from dscale.kernels.reference_rows import SEEDS
 
 Budget = int | Literal["half", "auto"] | None
@@ -35,7 +36,9 @@ class EngineConfig:
     starts, one of kernels.reference_rows.SEEDS.
 
     `prefill_chunk`: prompt tokens per request and prefill pass, a multiple of 128. `pool_tokens`:
-    capacity of the paged cache in tokens; None grows it to what a call needs. `pack_weights`: on a
+    capacity of the paged cache in tokens; None grows it to what waits whenever the engine is idle.
+    `max_concurrency`: requests that may run at once, None for as many as there are (256 in the
+    adaptive modes); the others wait. `pack_weights`: on a
     CPU, keep a second copy of the projections in oneDNN's blocked layout, for faster
     passes of 2 to 16 rows. `capture`: compile the step and capture it in CUDA graphs; None does so
     on a GPU.
@@ -48,6 +51,7 @@ class EngineConfig:
     budget_seed: str = "none"
     prefill_chunk: int = 512
     pool_tokens: int | None = None
+    max_concurrency: int | None = None
     pack_weights: bool = False
     capture: bool | None = None
 
@@ -71,6 +75,14 @@ class EngineConfig:
             )
         if pool is not None and (not _is_int(pool) or pool < 1):
             raise ValueError(f"pool_tokens: expected None or a positive number, got {pool!r}")
+        most = self.max_concurrency
+        if most is not None and (
+            not _is_int(most) or most < 1 or (self.adaptive and most > MAX_LANES)
+        ):
+            limit = f" up to {MAX_LANES}" if self.adaptive else ""
+            raise ValueError(
+                f"max_concurrency: expected None or a positive number{limit}, got {most!r}"
+            )
         if not isinstance(self.pack_weights, bool):
             raise ValueError(f"pack_weights: expected True or False, got {self.pack_weights!r}")
         if self.capture not in (None, True, False):

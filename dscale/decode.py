@@ -1,9 +1,8 @@
-"""The decoding loop of one call: launch a step, read the results of the one before."""
+"""Decode steps of placed requests: launched, their results read at once or a step later."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,14 +21,12 @@ from dscale.stages import Stages
 from dscale.stats import Stats
 from dscale.workspace import Workspace, bucket_of
 
-OnTokens = Callable[[int, list[int]], None]
-
 
 @dataclass(slots=True)
 class Launch:
     """A step under way: its live requests, and where its results arrive on the host."""
 
-    live: list[int]
+    live: list[Request]
     choice: Choice | None
     result_NX: Tensor
     arrived: Any = None
@@ -44,7 +41,7 @@ class Launch:
 
 @dataclass(slots=True)
 class Decoding:
-    """Decodes the placed requests of one call to their ends.
+    """Decode steps for one way of choosing tokens.
 
     `policy` None: uniform rows (`rows` each). `late`: results are read one step later, while the
     next step runs, so a finished request takes part in one more step, in which its lane is dead.
@@ -52,40 +49,18 @@ class Decoding:
 
     workspace: Workspace
     stages: Stages
-    requests: list[Request]
-    emit: OnTokens
     stats: Stats
     rows: int
     policy: Policy | None
     late: bool
     padded: bool
     host_lengths: bool
-    _score_NC: Floats = field(init=False)
-    _placed: dict[int, list[int]] = field(default_factory=dict)
-    _rooms: dict[int, tuple[int, int]] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        candidates = self.workspace.block - 1
-        self._score_NC = np.full((len(self.requests), candidates), np.nan, np.float32)
-
-    def run(self, live: list[int]) -> None:
-        """Decode requests `live` (indices) until none goes on."""
-        pending: Launch | None = None
-        while live or pending is not None:
-            launched = self.launch(live) if live else None
-            if self.late:
-                launched, pending = pending, launched
-            if launched is not None:
-                live = self.finish(launched, live)
-
-    def launch(self, live: list[int]) -> Launch:
-        """Start one step of the live requests."""
+    def launch(self, live: list[Request]) -> Launch:
+        """Start one step of placed requests."""
         lanes = bucket_of(len(live)) if self.padded else len(live)
-        step, requests = self.workspace.step(lanes), self.workspace.requests
-        slots = live + [self.workspace.max_requests] * (lanes - len(live))
-        if self._placed.get(lanes) != slots:
-            self._send(step.slot_N, slots)
-            self._placed[lanes] = slots
+        requests, idle = self.workspace.requests, self.workspace.max_requests
+        step = self.workspace.assign([r.slot for r in live] + [idle] * (lanes - len(live)))
         choice = self._choose(lanes, live)
         begin_step()
         if choice is not None:
@@ -96,26 +71,23 @@ class Decoding:
             self.stages.verify(requests, step)
         return self._collect(live, choice, step)
 
-    def _choose(self, lanes: int, live: list[int]) -> Choice | None:
+    def _choose(self, lanes: int, live: list[Request]) -> Choice | None:
         if self.policy is None:
             return None
-        context = sum(r.context for r in map(self.requests.__getitem__, live))
-        choice = self.policy.choose(lanes, self._score_NC[live], context)
+        unknown = np.full(self.workspace.block - 1, np.nan, np.float32)
+        score_NC = np.stack([unknown if r.scores is None else r.scores for r in live])
+        choice = self.policy.choose(lanes, score_NC, sum(r.context for r in live))
         if self.padded or not choice.draft:
             return choice
         # Without buckets there are exactly the rows that will be used.
-        left = (r.max_new_tokens - len(r.tokens) for r in map(self.requests.__getitem__, live))
-        most = sum(min(self.workspace.block, n) for n in left)
+        most = sum(min(self.workspace.block, r.max_new_tokens - len(r.tokens)) for r in live)
         return Choice(min(choice.rows, choice.average * len(live), most), choice.average)
 
     def _adaptive(self, step: Step, lanes: int, choice: Choice) -> None:
         workspace = self.workspace
         decide = self.stages.decide if choice.draft else self.stages.anchors
         assert decide is not None
-        room = (choice.rows, choice.average)
-        if self._rooms.get(lanes) != room:
-            self._send(step.room, list(room))
-            self._rooms[lanes] = room
+        workspace.make_room(step, choice.rows, choice.average)
         packed = workspace.packed(lanes, lanes * VERIFY_TILE)
         if self.host_lengths and choice.draft:
             decide(workspace.requests, step)
@@ -140,13 +112,7 @@ class Decoding:
         for buffer, column in zip(packed, columns, strict=True):
             buffer.copy_(column)
 
-    def _send(self, buffer: Tensor, values: list[int]) -> None:
-        """Values to a device buffer; from pinned memory, so that the host does not wait."""
-        pinned = buffer.device.type == "cuda"
-        host = torch.tensor(values, dtype=buffer.dtype, pin_memory=pinned)
-        buffer.copy_(host, non_blocking=True)
-
-    def _collect(self, live: list[int], choice: Choice | None, step: Step) -> Launch:
+    def _collect(self, live: list[Request], choice: Choice | None, step: Step) -> Launch:
         """Send the results to the host, waiting only when they are read at once anyway."""
         if not self.late or step.result_NX.device.type != "cuda":
             return Launch(live, choice, step.result_NX.to("cpu", copy=True))
@@ -156,38 +122,35 @@ class Decoding:
         arrived.record()
         return Launch(live, choice, host_NX, arrived)
 
-    def finish(self, launch: Launch, live: list[int]) -> list[int]:
-        """Hand out a step's tokens; returns those of `live` that go on."""
+    def finish(self, launch: Launch) -> list[Request]:
+        """Hand out a step's tokens; returns the requests that end with it."""
         result_NX = launch.read()[: len(launch.live)]
         count_N = result_NX[:, COUNT]
         self.stats.steps += bool(count_N.any())
-        drafted = launch.choice is not None and launch.choice.draft
-        if drafted:
+        if launch.choice is not None and launch.choice.draft:
             self._learn(launch.live, result_NX)
-        ended = set()
-        for lane, index in enumerate(launch.live):
-            count = int(count_N[lane])
-            if count == 0:  # its late step
+        ended = []
+        for request, row, count in zip(launch.live, result_NX, count_N.tolist(), strict=True):
+            if request.finished or count == 0:  # its late step, or cancelled meanwhile
                 continue
-            request, row = self.requests[index], result_NX[lane]
-            tokens = row[TOKENS][:count].tolist()
-            request.tokens += tokens
-            request.progress.append(count)
             rows = self.rows if launch.choice is None else int(row[LENGTH])
             self.stats.add_pass(count, rows)
+            request.progress.append(count)
+            request.give(row[TOKENS][:count].tolist())
             if not row[LIVE]:
-                ended.add(index)
-            self.emit(index, tokens)
-        return [index for index in live if index not in ended]
+                ended.append(request)
+        return ended
 
-    def _learn(self, live: list[int], result_NX: NDArray[np.int32]) -> None:
+    def _learn(self, live: list[Request], result_NX: NDArray[np.int32]) -> None:
         """Keep the scores for the next choice and tell the policy what came of them."""
         assert self.policy is not None
-        score_NC = np.ascontiguousarray(result_NX[:, SCORES]).view(np.float32)
-        score_NC = score_NC[:, : self._score_NC.shape[1]]
+        score_NC: Floats = np.ascontiguousarray(result_NX[:, SCORES]).view(np.float32)
+        score_NC = score_NC[:, : self.workspace.block - 1]
         took_part = result_NX[:, COUNT] > 0
-        self._score_NC[np.asarray(live)[took_part]] = score_NC[took_part]
-        length_N = result_NX[took_part, LENGTH].astype(np.float32)
-        accepted_N = result_NX[took_part, COUNT].astype(np.float32) - 1
+        for request, score_C, real in zip(live, score_NC, took_part, strict=True):
+            if real:
+                request.scores = score_C
         if took_part.any():
+            length_N = result_NX[took_part, LENGTH].astype(np.float32)
+            accepted_N = result_NX[took_part, COUNT].astype(np.float32) - 1
             self.policy.observe(score_NC[took_part], length_N, accepted_N)

@@ -43,7 +43,7 @@ class Attachment:
             target.pack()
             if drafter is not None:
                 drafter.pack()
-        self.engine = Engine(target, drafter, config, predictor)
+        self.engine = Engine(target, drafter, config, predictor, self._request)
         self.stats: Stats = self.engine.stats
         self._weights = _weights(model, config.pack_weights)
         self._replaced = model.__dict__.get("generate")
@@ -63,8 +63,41 @@ class Attachment:
         del self.model.__dict__["_dscale"], self.model.__dict__["generate"]
         if self._replaced is not None:
             self.model.__dict__["generate"] = self._replaced
+        self.engine.close()
         del self.engine
         unfuse(self.model)
+
+    def _request(
+        self,
+        input_ids: list[int],
+        generation_config: GenerationConfig | None,
+        seed: int | None,
+        kwargs: dict[str, Any],
+    ) -> Request:
+        """The request that `generate` would make of one prompt without padding."""
+        if self.model.__dict__.get("_dscale") is not self:
+            raise ValueError("model: detached meanwhile; attach again")
+        if not input_ids or not all(isinstance(token, int) for token in input_ids):
+            raise ValueError(f"input_ids: expected a list of token ids, got {input_ids!r}")
+        # A mask of ones: without it a pad id in the prompt would be taken for padding.
+        ids = torch.tensor([input_ids], device=self.model.device)
+        check_arguments(ids, generation_config, self.model.generation_config, kwargs)
+        self._check_weights()
+        kwargs = {k: v for k, v in kwargs.items() if k in KNOWN}
+        made: Any = GenerationMixin.generate(
+            self.model,
+            ids,
+            generation_config,
+            attention_mask=torch.ones_like(ids),
+            custom_generate=_Preparation(self.engine, None, seed),
+            **kwargs,
+        )
+        if len(made) != 1:
+            raise ValueError(
+                f"num_return_sequences: expected 1 of a submitted prompt, got {len(made)}"
+            )
+        request: Request = made[0]
+        return request
 
     def _check_weights(self) -> None:
         packed = self.engine.config.pack_weights
@@ -151,22 +184,29 @@ class _Loop:
         generation_config: Any = None,
         **model_kwargs: Any,
     ) -> Tensor | GenerateDecoderOnlyOutput:
-        refuse_unsupported(vars(generation_config))
-        if self.streamer is not None and input_ids.shape[0] > 1:
-            raise ValueError(f"streamer: expected one row, got a batch of {input_ids.shape[0]}")
         mask = model_kwargs.get("attention_mask")
-        requests = self.requests(input_ids, mask, generation_config)
-        if mask is not None:
-            seen = seen_padding(input_ids, mask, logits_processor or [])
-            for request, ids in zip(requests, seen, strict=True):
-                # What the model cannot say needs no penalty.
-                vocab = self.engine.target.config.vocab_size
-                request.also_seen = [i for i in ids if 0 <= i < vocab]
+        requests = self.prepare(input_ids, mask, logits_processor, generation_config)
         self.engine.generate(requests, self.put if self.streamer is not None else None)
         sequences = assemble(input_ids, requests, generation_config._pad_token_tensor)
         if generation_config.return_dict_in_generate:
             return GenerateDecoderOnlyOutput(sequences=sequences)
         return sequences
+
+    def prepare(
+        self, input_ids: Tensor, mask: Tensor | None, processors: Any, generation_config: Any
+    ) -> list[Request]:
+        """One request per row, everything about it checked that needs no compute."""
+        refuse_unsupported(vars(generation_config))
+        if self.streamer is not None and input_ids.shape[0] > 1:
+            raise ValueError(f"streamer: expected one row, got a batch of {input_ids.shape[0]}")
+        requests = self.requests(input_ids, mask, generation_config)
+        if mask is not None:
+            seen = seen_padding(input_ids, mask, processors or [])
+            for request, ids in zip(requests, seen, strict=True):
+                # What the model cannot say needs no penalty.
+                vocab = self.engine.target.config.vocab_size
+                request.also_seen = [i for i in ids if 0 <= i < vocab]
+        return requests
 
     def requests(
         self, input_ids: Tensor, mask: Tensor | None, generation_config: Any
@@ -201,6 +241,22 @@ class _Loop:
         """Stream committed tokens, one per call as transformers' own loop does."""
         for token in tokens:
             self.streamer.put(torch.tensor([token]))
+
+
+class _Preparation(_Loop):
+    """Stops where the loop would begin: what transformers makes of the settings of one prompt."""
+
+    def __call__(  # type: ignore[override]
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        logits_processor: Any = None,
+        stopping_criteria: Any = None,
+        generation_config: Any = None,
+        **model_kwargs: Any,
+    ) -> list[Request]:
+        mask = model_kwargs.get("attention_mask")
+        return self.prepare(input_ids, mask, logits_processor, generation_config)
 
 
 def seen_padding(input_ids: Tensor, mask: Tensor, processors: list[Any]) -> list[list[int]]:

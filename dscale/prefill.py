@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
@@ -13,32 +11,25 @@ from dscale.compiled.prefill import Chunk
 from dscale.request import Request
 
 
-def chunks(
-    requests: list[Request], size: int, device: torch.device, pad_tile: bool
-) -> Iterator[tuple[list[int], Chunk]]:
-    """Yield (indices of the requests in it, chunk) until every prompt is done, `size` tokens of
-    each at a time.
+def make_chunk(
+    requests: list[Request], lengths: list[int], device: torch.device, pad_tile: bool
+) -> Chunk:
+    """The next `lengths` prompt tokens of every request, from where its prefill stands.
 
     `pad_tile`: round the tile up to the wide tile (FlexAttention); the gathered route takes exact
     tiles."""
-    longest = max(len(r.prompt) for r in requests)
-    for start in range(0, longest, size):
-        chosen = [i for i, r in enumerate(requests) if len(r.prompt) > start]
-        yield chosen, _chunk([requests[i] for i in chosen], start, size, device, pad_tile)
-
-
-def _chunk(
-    requests: list[Request], start: int, size: int, device: torch.device, pad_tile: bool
-) -> Chunk:
-    pieces = [r.prompt[start : start + size] for r in requests]
-    length_N = torch.tensor([len(p) for p in pieces])
-    height = int(length_N.max())
+    pieces = [
+        r.prompt[r.prefilled : r.prefilled + n] for r, n in zip(requests, lengths, strict=True)
+    ]
+    start_N = torch.tensor([r.prefilled for r in requests])
+    length_N = torch.tensor(lengths)
+    height = max(lengths)
     if pad_tile:
         height = -(-height // PREFILL_TILE) * PREFILL_TILE
     end_N = length_N.cumsum(0)
     lane_R = torch.repeat_interleave(torch.arange(len(pieces)), length_N)
     tile_row_R = torch.arange(int(end_N[-1])) - (end_N - length_N)[lane_R]
-    position_R = start + tile_row_R
+    position_R = start_N[lane_R] + tile_row_R
     page_NL = torch.zeros(len(pieces), max(len(r.pages) for r in requests), dtype=torch.int64)
     for row, request in zip(page_NL, requests, strict=True):
         row[: len(request.pages)] = torch.tensor(request.pages)
@@ -52,12 +43,14 @@ def _chunk(
         tile_row_R=tile_row_R,
         row_NT=row_NT,
     )
-    ends_N = torch.tensor([len(r.prompt) <= start + size for r in requests])
+    ends_N = torch.tensor(
+        [len(r.prompt) == r.prefilled + n for r, n in zip(requests, lengths, strict=True)]
+    )
     chunk = Chunk(
         token_R=torch.tensor([t for p in pieces for t in p]),
         rows=rows,
         last_N=end_N - 1,
-        start_N=torch.full_like(end_N, start),
+        start_N=start_N,
         ends_N=ends_N,
     )
     return _to(chunk, device)

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from dscale.pages import pages_for
+
+FinishReason = Literal["eos", "stop", "length", "cancelled", "error"]
+
+Sink = Callable[["Request", list[int]], None]
+"""Sees a request's newly committed tokens once, in order, and at its end an empty list."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -14,8 +22,12 @@ class Request:
     `temperature` 0 is greedy. `top_k` 0, `top_p` 1, `min_p` 0 and `repetition_penalty` 1 are off.
     The penalty counts the prompt and the request's own tokens as seen, and `also_seen`: ids that
     are in no context, as transformers' padding. `seed` keys the sampling noise together with the
-    absolute position. `tokens` grows by each step's progress; `progress`
-    has one entry per decode pass."""
+    absolute position.
+
+    What comes out: `tokens` grows by each step's progress; `progress` has one entry per decode
+    pass. `finish_reason` is set at the end, with `error` where it is "error". `queued_at`,
+    `first_token_at`, `finished_at`: seconds since the epoch. `prefilled`: prompt tokens in the
+    caches; `scores`: the latest of its drafts. `sink`: who is told."""
 
     prompt: list[int]
     max_new_tokens: int
@@ -30,6 +42,15 @@ class Request:
     tokens: list[int] = field(default_factory=list)
     progress: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
+    slot: int = -1
+    prefilled: int = 0
+    scores: Any = None
+    sink: Sink | None = None
+    finish_reason: FinishReason | None = None
+    error: BaseException | None = None
+    queued_at: float | None = None
+    first_token_at: float | None = None
+    finished_at: float | None = None
 
     @property
     def num_pages(self) -> int:
@@ -40,6 +61,28 @@ class Request:
     def context(self) -> int:
         """Tokens so far, the prompt's and its own."""
         return len(self.prompt) + len(self.tokens)
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing more will come."""
+        return self.finish_reason is not None
+
+    def give(self, tokens: list[int]) -> None:
+        """Add newly committed tokens and tell the sink."""
+        if self.first_token_at is None:
+            self.first_token_at = time.time()
+        self.tokens += tokens
+        if self.sink is not None:
+            self.sink(self, tokens)
+
+    def finish(self, reason: FinishReason, error: BaseException | None = None) -> None:
+        """End the request and tell the sink, once."""
+        if self.finished:
+            return
+        self.finished_at = time.time()
+        self.finish_reason, self.error = reason, error
+        if self.sink is not None:
+            self.sink(self, [])
 
     def check(self, vocab_size: int) -> None:
         """Raise ValueError naming the field that no request can have."""

@@ -70,8 +70,8 @@ class Runner:
 
     def step(self, lanes: int, rows: int | None) -> None:
         """A drafted step of `rows` packed rows, with 0 a plain one, with None a uniform one."""
-        requests, step = self.workspace.requests, self.workspace.step(lanes)
-        step.slot_N.fill_(self.workspace.max_requests)
+        requests = self.workspace.requests
+        step = self.workspace.assign([self.workspace.max_requests] * lanes)
         begin_step()
         if rows is None:
             if self.stages.decide is not None:
@@ -84,16 +84,19 @@ class Runner:
         self.stages.verify(requests, step, self.workspace.packed(lanes, rows or lanes))
 
     def at_context(self, context: int) -> int:
-        """Give the idle slot pages of its own and up to `context` tokens; returns how many."""
+        """Let the idle slot read whole pages of anyone, up to `context` tokens; returns how many.
+
+        What it writes goes to the scratch page, its last one."""
         w, r = self.workspace, self.workspace.requests
-        pages = min(w.pages_per_request, w.num_pages - 1)
-        context = max(0, min(context, pages * PAGE - 2 * VERIFY_TILE))
+        pages = min(context // PAGE, w.pages_per_request - 1, w.num_pages - 1)
         page = torch.arange(1, pages + 1, dtype=torch.int32, device=w.device)
+        r.page_SL[w.max_requests] = 0
         r.page_SL[w.max_requests, :pages] = page
         r.logical_SP[w.max_requests] = -1
         r.logical_SP[w.max_requests, 1 : pages + 1] = page - 1
-        r.context_S[w.max_requests] = context
-        return context
+        r.logical_SP[w.max_requests, 0] = pages
+        r.context_S[w.max_requests] = pages * PAGE
+        return pages * PAGE
 
     def milliseconds(self, lanes: int, rows: int | None) -> float:
         """Median time of a step, on the GPU's own clock where there is one."""

@@ -69,6 +69,7 @@ class Workspace:
         self.block = VERIFY_TILE if drafter is None else drafter.config.block_size
         self._steps: dict[int, Step] = {}
         self._packed: dict[tuple[int, int], Packed] = {}
+        self._sent: dict[int, list[int]] = {}
 
     def fits(
         self,
@@ -88,12 +89,13 @@ class Workspace:
             and seen <= self.seen
         )
 
-    def host_requests(self) -> Requests:
-        """Fresh request state on the host, every slot idle, to be filled and uploaded."""
-        slots = self.max_requests + 1
+    def host_requests(self, slots: int | None = None) -> Requests:
+        """Fresh state of some slots (default: all) on the host, every one idle, to be filled and
+        uploaded."""
+        count = self.max_requests + 1 if slots is None else slots
 
         def zeros(dtype: torch.dtype, *shape: int) -> Tensor:
-            return torch.zeros(slots, *shape, dtype=dtype)
+            return torch.zeros(count, *shape, dtype=dtype)
 
         requests = Requests(
             context_S=zeros(torch.int32),
@@ -131,10 +133,31 @@ class Workspace:
             for buffer in pool.buffers() if pool is not None else ():
                 buffer.view(self.num_pages, -1).index_fill_(0, index, 0)
 
-    def upload(self, host: Requests) -> None:
-        """Copy host request state over the device's, in place."""
+    def upload(self, host: Requests, slots: list[int]) -> None:
+        """Copy host state over the device's state of these slots, in place."""
+        index = torch.tensor(slots, device=self.device)
         for ours, theirs in zip(self.requests, host, strict=True):
-            ours.copy_(theirs)
+            ours.index_copy_(0, index, theirs.to(self.device, non_blocking=True))
+
+    def assign(self, slots: list[int]) -> Step:
+        """The step of as many lanes, its lanes given to these slots."""
+        step = self.step(len(slots))
+        self._send(step.slot_N, slots)
+        return step
+
+    def make_room(self, step: Step, rows: int, average: int) -> None:
+        """Tell a step how many rows it may verify, in all and per live request."""
+        self._send(step.room, [rows, average])
+
+    def _send(self, buffer: Tensor, values: list[int]) -> None:
+        """Values to a device buffer unless they are there; from pinned memory, so that the host
+        does not wait."""
+        if self._sent.get(id(buffer)) == values:
+            return
+        pinned = buffer.device.type == "cuda"
+        host = torch.tensor(values, dtype=buffer.dtype, pin_memory=pinned)
+        buffer.copy_(host, non_blocking=True)
+        self._sent[id(buffer)] = values
 
     def step(self, lanes: int) -> Step:
         """The buffers of a step of `lanes` lanes, always the same ones."""

@@ -1,0 +1,194 @@
+"""The continuous batcher: admission, prefill in chunks between decode steps, and every request's
+end. One thread owns it."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+
+from dscale.core import Core
+from dscale.decode import Decoding, Launch
+from dscale.kernels.ops import MAX_LANES
+from dscale.pages import PageAllocator
+from dscale.request import FinishReason, Request
+
+
+@dataclass(slots=True)
+class Batcher:
+    """Runs any number of requests through one core.
+
+    Admission is first in, first out: a request enters when there is a slot and pages for its worst
+    case, so it never has to leave again and nothing can lock up. When nothing is placed, the
+    workspace grows to what waits. Prompts are prefilled a chunk at a time between decode steps."""
+
+    core: Core
+    waiting: deque[Request] = field(default_factory=deque)
+    filling: list[Request] = field(default_factory=list)
+    live: list[Request] = field(default_factory=list)
+    _allocator: PageAllocator = field(default_factory=lambda: PageAllocator(1))
+    _slots: list[int] = field(default_factory=list)
+    _decoding: Decoding | None = None
+    _pending: tuple[Decoding, Launch] | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a round would do something."""
+        return bool(self.waiting or self.filling or self.live or self._pending)
+
+    @property
+    def num_free_pages(self) -> int:
+        """Pages that no placed request holds."""
+        return self._allocator.num_free
+
+    def add(self, requests: list[Request]) -> None:
+        """Queue requests, in order."""
+        for request in requests:
+            request.queued_at = time.time()
+        self.waiting.extend(requests)
+        self.core.stats.requests += len(requests)
+
+    def cancel(self, request: Request, reason: FinishReason = "cancelled") -> None:
+        """End a request now, wherever it is; a step under way goes on without it."""
+        if request.finished:
+            return
+        if request in self.waiting:
+            self.waiting.remove(request)
+        for group in (self.filling, self.live):
+            if request in group:
+                group.remove(request)
+        self._end(request, reason)
+
+    def fail(self, error: BaseException) -> None:
+        """End every request with `error`, after a step broke: nothing on the device is trusted."""
+        self._pending = None
+        self._decoding = None
+        for request in (*self.live, *self.filling, *self.waiting):
+            request.finish("error", error)
+        self.live.clear()
+        self.filling.clear()
+        self.waiting.clear()
+        self.core.close()
+        self._reset()
+
+    def round(self) -> None:
+        """Admit what fits, prefill one chunk, start one decode step and read one."""
+        self._admit()
+        began = time.perf_counter()
+        self._fill()
+        filled = time.perf_counter()
+        self._decode()
+        self.core.stats.prefill_seconds += filled - began
+        self.core.stats.decode_seconds += time.perf_counter() - filled
+
+    def warm_up(self, requests: list[Request]) -> None:
+        """See `Engine.warm_up`."""
+        if self.busy:
+            raise ValueError("warm_up: expected no request to be running")
+        before = self.core.workspace
+        self.core.warm_up(requests)
+        if self.core.workspace is not before:
+            self._reset()
+
+    def _admit(self) -> None:
+        placed = self.filling or self.live or self._pending
+        if self.waiting and not placed:
+            self._grow()
+        new: list[Request] = []
+        while self.waiting and self._slots:
+            request = self.waiting[0]
+            if not self.core.holds(request) or request.num_pages > self._allocator.num_free:
+                break
+            self.waiting.popleft()
+            request.slot = heappop(self._slots)
+            request.pages = self._allocator.take(request.num_pages)
+            new.append(request)
+        if new:
+            self.core.place(new)
+            self.filling += new
+            self._decoding = None
+
+    def _grow(self) -> None:
+        """Make room for as many waiting requests as may run together; refuse the first alone when
+        it cannot run at all."""
+        before = self.core.workspace
+        config = self.core.config
+        # An adaptive step has at most MAX_LANES lanes.
+        most = config.max_concurrency or (MAX_LANES if config.adaptive else len(self.waiting))
+        count = min(len(self.waiting), most)
+        while self.waiting and count:
+            try:
+                self.core.make_room([self.waiting[i] for i in range(count)])
+                break
+            except ValueError as error:
+                if count == 1:
+                    self.waiting.popleft().finish("error", error)
+                    count = min(len(self.waiting), 1)
+                else:
+                    count = (count + 1) // 2
+        if self.core.workspace is not before:
+            self._reset()
+
+    def _reset(self) -> None:
+        workspace = self.core.workspace
+        self._decoding = None
+        self._allocator = PageAllocator(workspace.num_pages if workspace is not None else 1)
+        self._slots = list(range(workspace.max_requests)) if workspace is not None else []
+
+    def _fill(self) -> None:
+        """Prefill the next chunk: of every request there is, or while others decode, one chunk's
+        tokens in all."""
+        size = self.core.config.prefill_chunk
+        left = size if self.live else size * len(self.filling)
+        group: list[Request] = []
+        lengths: list[int] = []
+        for request in self.filling:
+            length = min(size, left, len(request.prompt) - request.prefilled)
+            if length < 1:
+                break
+            group.append(request)
+            lengths.append(length)
+            left -= length
+        if not group:
+            return
+        ended = self.core.prefill(group, lengths)
+        done = [r for r in group if r.prefilled == len(r.prompt)]
+        self.filling = [r for r in self.filling if r not in done]
+        self.live += [r for r in done if r not in ended]
+        self.live.sort(key=lambda r: r.slot)
+        self._decoding = None if done else self._decoding
+        for request in ended:
+            self._end(request, finish_reason(request))
+
+    def _decode(self) -> None:
+        launched: tuple[Decoding, Launch] | None = None
+        if self.live:
+            if self._decoding is None:
+                self._decoding = self.core.decoding(self.live)
+            launched = (self._decoding, self._decoding.launch(list(self.live)))
+            if self._decoding.late:
+                launched, self._pending = self._pending, launched
+        else:
+            launched, self._pending = self._pending, None
+        if launched is None:
+            return
+        decoding, launch = launched
+        for request in decoding.finish(launch):
+            self.live.remove(request)
+            self._end(request, finish_reason(request))
+
+    def _end(self, request: Request, reason: FinishReason) -> None:
+        """Give slot and pages back. A step under way may still write there; what is placed next
+        comes after it on the device."""
+        if request.slot >= 0:
+            heappush(self._slots, request.slot)
+            self._allocator.give_back(request.pages)
+            request.slot, request.pages = -1, []
+        request.finish(reason)
+
+
+def finish_reason(request: Request) -> FinishReason:
+    """Why a request that ran to its end ended."""
+    stopped = bool(request.tokens) and request.tokens[-1] in request.stop_ids
+    return "eos" if stopped else "length"

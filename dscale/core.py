@@ -1,0 +1,252 @@
+"""What runs on the device: the workspace, the stages for each way of choosing tokens, the prefill.
+
+One thread uses it at a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from dscale.choosers import chooser_of
+from dscale.compiled.attention import VERIFY_TILE
+from dscale.compiled.drafter import Drafter
+from dscale.compiled.flow import COUNT, LIVE, TOKENS
+from dscale.compiled.kv import PAGE
+from dscale.compiled.predictor import Predictor
+from dscale.compiled.sampling import Chooser
+from dscale.compiled.target import Target
+from dscale.config import EngineConfig
+from dscale.decode import Decoding
+from dscale.policy import AutoBudget, FixedBudget, Policy
+from dscale.prefill import make_chunk
+from dscale.request import Request
+from dscale.stages import Stages, build_stages
+from dscale.stats import Stats
+from dscale.timing import (
+    MeasuredCosts,
+    bucket_kinds,
+    buckets_to,
+    capture_buckets,
+    linear_costs,
+)
+from dscale.workspace import STOP_IDS, Workspace, bucket_of
+
+TIMED_LANES = 8
+"""Lanes of the eager passes that are timed for budget "auto" without captured graphs."""
+
+
+@dataclass(slots=True)
+class Core:
+    """A target and, but for mode "ar", a drafter, with their buffers.
+
+    Owns the workspace (paged caches, request state, step buffers) and makes a larger one when
+    asked, unless `config.pool_tokens` fixes its size."""
+
+    target: Target
+    drafter: Drafter | None
+    predictor: Predictor | None
+    config: EngineConfig
+    stats: Stats
+    workspace: Workspace | None = None
+    _stages: dict[Chooser, Stages] = field(default_factory=dict)
+    _policies: dict[Chooser, Policy | None] = field(default_factory=dict)
+    _costs: dict[Chooser, MeasuredCosts] = field(default_factory=dict)
+
+    @property
+    def rows(self) -> int:
+        """Rows of a request's block that a pass may verify."""
+        if self.drafter is None:
+            return 1
+        return self.config.uniform_rows(self.drafter.config.block_size)
+
+    @property
+    def flex(self) -> bool:
+        """Whether attention goes through FlexAttention (GPU) or gathered pages and SDPA (CPU)."""
+        return self.target.inv_freq.device.type != "cpu"
+
+    @property
+    def captured(self) -> bool:
+        """Whether steps are compiled and captured in CUDA graphs."""
+        return self.flex if self.config.capture is None else self.config.capture
+
+    def decoding(self, requests: list[Request]) -> Decoding:
+        """Decode steps that serve all these requests, and as many more as they are."""
+        assert self.workspace is not None
+        chooser = chooser_of(requests)
+        return Decoding(
+            self.workspace,
+            self.stages(chooser),
+            self.stats,
+            rows=self.rows,
+            policy=self._policy(chooser, len(requests)),
+            late=self.captured,
+            padded=self.flex,
+            host_lengths=self.config.mode == "+budget",
+        )
+
+    def prefill(self, requests: list[Request], lengths: list[int]) -> list[Request]:
+        """Prefill the next `lengths` prompt tokens of placed requests, all above 0.
+
+        Those whose prompt ends commit their first token; returns the ones that end with it."""
+        assert self.workspace is not None
+        stages = self.stages(chooser_of(requests))
+        chunk = make_chunk(requests, lengths, self.workspace.device, self.flex)
+        step = self.workspace.assign([r.slot for r in requests])
+        stages.prefill(self.workspace.requests, step, chunk)
+        self.stats.prompt_tokens += sum(lengths)
+        for request, length in zip(requests, lengths, strict=True):
+            request.prefilled += length
+        if all(r.prefilled < len(r.prompt) for r in requests):
+            return []
+        ended = []
+        for request, row in zip(requests, step.result_NX.tolist(), strict=True):
+            if request.prefilled < len(request.prompt):
+                continue
+            request.give(row[TOKENS][: row[COUNT]])
+            if not row[LIVE]:
+                ended.append(request)
+        return ended
+
+    def warm_up(self, requests: list[Request]) -> None:
+        """Make room for these requests, and compile and capture what they may need."""
+        chooser = chooser_of(requests)
+        workspace = self.make_room(requests)
+        stages = self.stages(chooser)
+        self._policy(chooser, len(requests))
+        if self.captured:
+            costs = self._costs.setdefault(chooser, MeasuredCosts())
+            kinds = bucket_kinds(self.config)
+            capture_buckets(workspace, stages, buckets_to(len(requests)), kinds, costs)
+
+    def place(self, requests: list[Request]) -> None:
+        """Write the state of requests, which have slots and pages, to the device."""
+        assert self.workspace is not None
+        host = self.workspace.host_requests(len(requests))
+        for row, request in enumerate(requests):
+            host.remaining_S[row] = request.max_new_tokens
+            host.seed_S[row] = request.seed
+            host.temperature_S[row] = request.temperature
+            host.top_k_S[row] = request.top_k
+            host.top_p_S[row] = request.top_p
+            host.min_p_S[row] = request.min_p
+            host.penalty_S[row] = request.repetition_penalty
+            if request.repetition_penalty != 1:
+                host.seen_SV[row, request.prompt + request.also_seen] = True
+            host.stop_SZ[row, : len(request.stop_ids)] = torch.tensor(
+                request.stop_ids, dtype=torch.int64
+            )
+            pages = torch.tensor(request.pages)
+            host.page_SL[row, : len(pages)] = pages.int()
+            host.logical_SP[row].fill_(-1)
+            host.logical_SP[row, pages] = torch.arange(len(pages), dtype=torch.int32)
+        self.workspace.clear([page for request in requests for page in request.pages])
+        self.workspace.upload(host, [r.slot for r in requests])
+
+    def check(self, request: Request) -> None:
+        """Raise ValueError for a request that does not fit into a fixed pool by itself."""
+        capacity = self.config.pool_tokens
+        if capacity is not None and request.num_pages > -(-capacity // PAGE):
+            raise ValueError(
+                f"pool_tokens: expected at least {request.num_pages * PAGE} (prompt + "
+                f"max_new_tokens + {2 * VERIFY_TILE} of a request, in pages of {PAGE}), "
+                f"got {capacity}"
+            )
+
+    def holds(self, request: Request) -> bool:
+        """Whether the workspace could hold this request if it were alone there."""
+        workspace = self.workspace
+        if workspace is None:
+            return False
+        try:
+            need = self.sizes([request])
+        except ValueError:  # a fixed pool that is too small
+            return False
+        return workspace.fits(**{**need, "max_requests": 1, "num_pages": 1 + request.num_pages})
+
+    def make_room(self, requests: list[Request]) -> Workspace:
+        """The workspace, made larger where these requests together need more than it has.
+
+        Only while no request is placed. Raises ValueError when a fixed pool is too small for them
+        or memory does not suffice."""
+        need = self.sizes(requests)
+        if self.workspace is None or not self.workspace.fits(**need):
+            old = self.workspace
+            if old is not None:
+                need = {name: max(value, getattr(old, name)) for name, value in need.items()}
+            self.close()
+            try:
+                self.workspace = Workspace(self.target, self.drafter, **need)
+            except RuntimeError as error:  # torch's out of memory, on any device
+                raise ValueError(
+                    f"max_new_tokens: expected a call whose cache can be allocated, got one of "
+                    f"{need['num_pages'] * PAGE} tokens for {len(requests)} requests ({error})"
+                ) from error
+        return self.workspace
+
+    def close(self) -> None:
+        """Let the workspace go, and everything made for it."""
+        self.workspace = None
+        for made in (self._stages, self._policies, self._costs):
+            made.clear()
+
+    def sizes(self, requests: list[Request]) -> dict[str, int]:
+        """Sizes these requests need, rounded up so that the next ones rarely need more."""
+        num_pages = 1 + sum(r.num_pages for r in requests)
+        per_request = 1 << (max(r.num_pages for r in requests) - 1).bit_length()
+        capacity = self.config.pool_tokens
+        if capacity is None:
+            num_pages = max(-(-num_pages // 16) * 16, per_request)
+        else:
+            limit = 1 + -(-capacity // PAGE)
+            if num_pages > limit:
+                raise ValueError(
+                    f"pool_tokens: expected at least {(num_pages - 1) * PAGE} (prompt + "
+                    f"max_new_tokens + {2 * VERIFY_TILE} of each of {len(requests)} requests, in "
+                    f"pages of {PAGE}), got {capacity}"
+                )
+            num_pages, per_request = limit, min(per_request, limit)
+        stop_ids = max(len(r.stop_ids) for r in requests)
+        return {
+            "max_requests": bucket_of(len(requests)),
+            "num_pages": num_pages,
+            "pages_per_request": per_request,
+            "stop_ids": max(STOP_IDS, 1 << (stop_ids - 1).bit_length() if stop_ids else 0),
+            "seen": self.target.config.vocab_size if chooser_of(requests).penalty else 1,
+        }
+
+    def stages(self, chooser: Chooser) -> Stages:
+        """Build the stages for one way of choosing tokens, once."""
+        if chooser not in self._stages:
+            assert self.workspace is not None
+            self._stages[chooser] = build_stages(
+                self.target,
+                self.drafter,
+                self.predictor,
+                self.workspace,
+                self.config,
+                chooser,
+                flex=self.flex,
+                captured=self.captured,
+            )
+        return self._stages[chooser]
+
+    def _policy(self, chooser: Chooser, requests: int) -> Policy | None:
+        """The budget policy, with the times of every bucket that so many requests may pass."""
+        if not self.config.adaptive or self.drafter is None:
+            return None
+        assert self.workspace is not None
+        stages = self._stages[chooser]
+        if self.config.average is not None:
+            average = min(self.config.average, self.drafter.config.block_size)
+            return self._policies.setdefault(chooser, FixedBudget(average))
+        if self.captured:
+            costs = self._costs.setdefault(chooser, MeasuredCosts())
+            capture_buckets(
+                self.workspace, stages, buckets_to(requests), bucket_kinds(self.config), costs
+            )
+            return self._policies.setdefault(chooser, AutoBudget(costs))
+        if chooser not in self._policies:
+            measured = linear_costs(self.workspace, stages, min(requests, TIMED_LANES))
+            self._policies[chooser] = AutoBudget(measured)
+        return self._policies[chooser]

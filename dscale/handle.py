@@ -1,0 +1,123 @@
+"""What a caller holds of a request: its tokens as they come, and its result."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from queue import SimpleQueue
+
+from dscale.request import FinishReason, Request
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """A finished request.
+
+    `prompt_ids`, `generated_tokens`: token ids, the stop id included. `finish_reason`: "eos",
+    "length", "cancelled" or "error" (then `error` says why; what was generated before stays).
+    `progress`: tokens committed by each decode pass; the first token comes from the prefill.
+    `queued_at`, `first_token_at`, `finished_at`: seconds since the epoch, None where it never came
+    so far."""
+
+    request_id: str
+    prompt_ids: list[int]
+    generated_tokens: list[int]
+    finish_reason: FinishReason
+    error: str | None = None
+    progress: list[int]
+    queued_at: float | None = None
+    first_token_at: float | None = None
+    finished_at: float | None = None
+
+    @property
+    def tokens_per_pass(self) -> float:
+        """Mean progress, 0.0 without a decode pass."""
+        return sum(self.progress) / len(self.progress) if self.progress else 0.0
+
+    def is_finished(self) -> bool:
+        """Always: results are of finished requests (transformers asks its outputs this)."""
+        return True
+
+
+def result_of(request_id: str, request: Request) -> Result:
+    """The result of a finished request."""
+    assert request.finish_reason is not None
+    return Result(
+        request_id=request_id,
+        prompt_ids=request.prompt,
+        generated_tokens=request.tokens,
+        finish_reason=request.finish_reason,
+        error=None if request.error is None else str(request.error),
+        progress=request.progress,
+        queued_at=request.queued_at,
+        first_token_at=request.first_token_at,
+        finished_at=request.finished_at,
+    )
+
+
+def refused(request_id: str, input_ids: list[int], error: ValueError) -> Result:
+    """The result of a request that was never queued."""
+    return Result(
+        request_id=request_id,
+        prompt_ids=input_ids,
+        generated_tokens=[],
+        finish_reason="error",
+        error=str(error),
+        progress=[],
+    )
+
+
+class Handle:
+    """A submitted request. Iterating gives newly committed tokens (lists of ids) as they come and
+    ends with the request, whatever its end is; each is given once."""
+
+    def __init__(
+        self, request_id: str, request: Request, cancel: Callable[[list[Request]], None]
+    ) -> None:
+        self.request_id = request_id
+        self._request, self._cancel = request, cancel
+        self._news: SimpleQueue[list[int]] = SimpleQueue()
+        self._ended = threading.Event()
+        self._lock = threading.Lock()
+        self._hooks: list[Callable[[], object]] = []
+
+    def sink(self, request: Request, tokens: list[int]) -> None:
+        """Called by the engine's thread."""
+        hooks: list[Callable[[], object]] = []
+        if request.finished:
+            with self._lock:
+                self._ended.set()
+                hooks, self._hooks = self._hooks, hooks
+        self._news.put(tokens)
+        for hook in hooks:
+            hook()
+
+    def on_end(self, hook: Callable[[], object]) -> None:
+        """Call `hook` once the request has ended, on the engine's thread, or now if it has."""
+        with self._lock:
+            if not self._ended.is_set():
+                self._hooks.append(hook)
+                return
+        hook()
+
+    def __iter__(self) -> Iterator[list[int]]:
+        while tokens := self._news.get():
+            yield tokens
+        self._news.put([])  # for whoever iterates again
+
+    @property
+    def finished(self) -> bool:
+        """Whether the result is there."""
+        return self._ended.is_set()
+
+    def result(self, timeout: float | None = None) -> Result:
+        """Wait for the end and return it. Raises TimeoutError after `timeout` seconds."""
+        if not self._ended.wait(timeout):
+            raise TimeoutError(f"{self.request_id}: not finished after {timeout} s")
+        return result_of(self.request_id, self._request)
+
+    def cancel(self) -> None:
+        """End the request now; its slot and pages are free when this returns. A finished request
+        stays as it is."""
+        self._cancel([self._request])

@@ -1,0 +1,102 @@
+"""The thread that owns an engine's compiled calls, and what others ask of it.
+
+CUDA graphs belong to the thread that recorded them, so one thread makes all steps; `generate` and
+`submit` of any thread hand their requests over and wait for tokens."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+
+import torch
+
+from dscale.batcher import Batcher
+
+Command = Callable[[Batcher], None]
+
+
+class Worker:
+    """A thread that runs a batcher while there is work, started by the first command."""
+
+    def __init__(self, batcher: Batcher) -> None:
+        self._inbox: SimpleQueue[Command | None] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._closed = False
+        self._batcher = batcher
+        self._thread: threading.Thread | None = None
+
+    def tell(self, command: Command) -> None:
+        """Run `command(batcher)` on the thread, between two rounds. Raises ValueError when closed."""
+        with self._lock:
+            if self._closed:
+                raise ValueError("engine: expected an open one, got one that was closed")
+            if self._thread is None:
+                arguments = (self._batcher, self._inbox)
+                self._thread = threading.Thread(
+                    target=_work, args=arguments, name="dscale", daemon=True
+                )
+                self._thread.start()
+            self._inbox.put(command)
+
+    def ask(self, command: Command) -> None:
+        """`tell`, then wait until it has run; raises what it raises."""
+        answer: SimpleQueue[BaseException | None] = SimpleQueue()
+
+        def run(batcher: Batcher) -> None:
+            try:
+                command(batcher)
+            except BaseException as error:  # the asker's to handle
+                answer.put(error)
+            else:
+                answer.put(None)
+
+        self.tell(run)
+        error = answer.get()
+        if error is not None:
+            raise error
+
+    def close(self) -> None:
+        """Cancel what runs, let the buffers go and end the thread. Twice is fine."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            if self._thread is None:
+                return
+            self._inbox.put(_cancel_all)
+            self._inbox.put(None)
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+
+def _cancel_all(batcher: Batcher) -> None:
+    for request in [*batcher.waiting, *batcher.filling, *batcher.live]:
+        batcher.cancel(request)
+    while batcher.busy:
+        batcher.round()
+    batcher.core.close()
+
+
+def _work(batcher: Batcher, inbox: SimpleQueue[Command | None]) -> None:
+    device = batcher.core.target.norm.device
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    with torch.no_grad():
+        while True:
+            try:
+                command = inbox.get(block=not batcher.busy)
+            except Empty:
+                _round(batcher)
+                continue
+            if command is None:
+                return
+            command(batcher)
+            del command
+
+
+def _round(batcher: Batcher) -> None:
+    try:
+        batcher.round()
+    except BaseException as error:  # every request hears of it, the thread goes on
+        batcher.fail(error)
