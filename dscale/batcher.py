@@ -134,7 +134,8 @@ class Batcher:
         workspace = self.core.workspace
         self._decoding = None
         self._allocator = PageAllocator(workspace.num_pages if workspace is not None else 1)
-        self._slots = list(range(workspace.max_requests)) if workspace is not None else []
+        most = 0 if workspace is None else workspace.max_requests
+        self._slots = list(range(min(most, self.core.config.max_concurrency or most)))
 
     def _fill(self) -> None:
         """Prefill the next chunk: of every request there is, or while others decode, one chunk's

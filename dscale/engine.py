@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -29,6 +30,10 @@ from dscale.worker import Worker
 OnTokens = Callable[[int, list[int]], None]
 
 Prepare = Callable[[list[int], GenerationConfig | None, int | None, dict[str, Any]], Request]
+
+
+def _deliver(done: SimpleQueue[Result], handle: Handle, request_id: str) -> None:
+    done.put(replace(handle.result(), request_id=request_id))
 
 
 def _without_model(*arguments: object) -> Request:
@@ -147,7 +152,7 @@ class Engine:
     def add_request(
         self, input_ids: list[int], request_id: str | None = None, **kwargs: Any
     ) -> str:
-        """`submit`, by the name and with the answer of transformers' continuous batching: the id."""
+        """`submit` by its name in transformers' continuous batching; returns the id, as there."""
         return self.submit(input_ids, request_id=request_id, **kwargs).request_id
 
     def request_id_iter(self, request_id: str) -> Iterator[list[int]]:
@@ -186,7 +191,7 @@ class Engine:
                     done.put(refused(name, ids, error))
                     continue
                 handles.append(handle)
-                handle.on_end(lambda h=handle, n=name: done.put(replace(h.result(), request_id=n)))
+                handle.on_end(partial(_deliver, done, handle, name))
             for _ in inputs:
                 yield done.get()
         finally:

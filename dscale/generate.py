@@ -246,7 +246,7 @@ class _Loop:
 class _Preparation(_Loop):
     """Stops where the loop would begin: what transformers makes of the settings of one prompt."""
 
-    def __call__(  # type: ignore[override]
+    def __call__(
         self,
         model: PreTrainedModel,
         input_ids: Tensor,

@@ -27,7 +27,7 @@ class Worker:
         self._thread: threading.Thread | None = None
 
     def tell(self, command: Command) -> None:
-        """Run `command(batcher)` on the thread, between two rounds. Raises ValueError when closed."""
+        """Run `command(batcher)` on the thread, between rounds. Raises ValueError when closed."""
         with self._lock:
             if self._closed:
                 raise ValueError("engine: expected an open one, got one that was closed")
