@@ -127,7 +127,10 @@ def test_models_that_are_refused_stay_as_they_were(kind: str) -> None:
 
 SETTINGS: list[dict[str, Any]] = [
     {"mode": "fast"}, {"mode": "ar"}, {"mode": "dflash", "drafter": None}, {"budget": 0},
-    {"budget": 17}, {"budget": True}, {"budget": 2.0}, {"budget": "half"},
+    {"budget": 17}, {"budget": True}, {"budget": 2.0}, {"budget": "most"}, {"budget": ()},
+    {"budget": "half", "mode": "dflash"}, {"budget": "auto", "mode": "+tiles"},
+    {"budget": 0, "mode": "+budget"}, {"budget_seed": "anchor"}, {"budget_seed": None},
+    {"predictor": "/nonexistent"}, {"predictor": "/tmp", "mode": "+tiles"},
     {"budget": 4, "drafter": None}, {"prefill_chunk": 100}, {"prefill_chunk": 0},
     {"pool_tokens": 0}, {"pool_tokens": 1.5}, {"capture": True}, {"capture": "yes"},
     {"pack_weights": 1}, {"drafter": object()}, {"drafter": 3}, {"drafter": "/nonexistent"},

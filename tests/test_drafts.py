@@ -10,7 +10,7 @@ from tiny import HIDDEN, LAYERS, VOCAB, left_padded, prompt, tiny_model
 
 import dscale
 from dscale.compiled.decide import Decide
-from dscale.compiled.flow import Requests, Step
+from dscale.compiled.flow import Packed, Requests, Step
 
 TAPS, MASK = [1, 0], VOCAB - 3
 RAW = drafter_json(
@@ -58,8 +58,8 @@ def test_candidates_of_every_pass(
     decide = Decide.forward
     steal = {1: 3, 4: 15, 6: 1}  # in these passes so many candidates are right, as if by luck
 
-    def watched(self: Decide, requests: Requests, step: Step) -> None:
-        decide(self, requests, step)
+    def watched(self: Decide, requests: Requests, step: Step, *packed: Packed) -> None:
+        decide(self, requests, step, *packed)
         for lane, slot in enumerate(step.slot_N.tolist()):
             context = int(requests.context_S[slot])
             seen.append((slot, context, step.candidate_NC[lane, : budget - 1].tolist()))
@@ -73,7 +73,8 @@ def test_candidates_of_every_pass(
     for slot, length in enumerate(lengths):
         answers[slot, : length + 60] = plain_out[slot, 140 - length :]
     monkeypatch.setattr(Decide, "forward", watched)
-    with dscale.attach(model, write_drafter(tmp_path, RAW, tensors), budget=budget) as spec:
+    folder = write_drafter(tmp_path, RAW, tensors)
+    with dscale.attach(model, folder, mode="+tiles", budget=budget) as spec:
         out = model.generate(**inputs, max_new_tokens=30)
         assert max(spec.stats.last_progress[0]) == min(16, budget)
     assert torch.equal(out, plain_out[:, :170])

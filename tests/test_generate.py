@@ -178,9 +178,11 @@ def test_small_blocks(tmp_path: Path, reference: Any) -> None:
     for block in (2, 8):
         drafter = tiny_drafter(tmp_path / str(block), model, block_size=block)
         for budget in (None, 1, block, 16):
-            with dscale.attach(model, drafter, budget=budget) as spec:
-                assert torch.equal(model.generate(**inputs, max_new_tokens=20), want)
-                assert spec.engine.rows == min(block, budget or 16)
+            for mode in ("dflash", "dscale"):
+                with dscale.attach(model, drafter, mode=mode, budget=budget) as spec:
+                    assert torch.equal(model.generate(**inputs, max_new_tokens=20), want)
+                    rows = block if mode == "dscale" else min(block, budget or 16)
+                    assert spec.engine.rows == rows
 
 
 def test_plain_mode_and_one_call(tmp_path: Path, reference: Any) -> None:
@@ -211,7 +213,7 @@ def test_batch_rows_do_not_touch_each_other(attach: Scripted) -> None:
 
 
 def test_stats_count_what_happened(attach: Scripted, texts: list[list[int]]) -> None:
-    spec = attach("ragged", budget=9)
+    spec = attach("ragged", mode="+tiles", budget=9)
     new = 30
     spec.model.generate(**batch(3), max_new_tokens=new)
     progress = []
@@ -236,7 +238,7 @@ def test_stats_count_what_happened(attach: Scripted, texts: list[list[int]]) -> 
 
 def test_stats_of_an_oracle_cut_by_eos(attach: Scripted, wandering: list[int]) -> None:
     new = wandering[9:]
-    spec = attach("oracle", [wandering])
+    spec = attach("oracle", [wandering], mode="dflash")
     spec.model.generate(torch.tensor([wandering[:9]]), max_new_tokens=64, eos_token_id=new[17])
     # The prefill gives token 0, the first pass tokens 1 to 16, the second token 17.
     assert spec.stats.last_progress == [[16, 1]]
