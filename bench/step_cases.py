@@ -218,20 +218,17 @@ class Rig:
             host.page_SL[slot, : len(pages)] = pages.int()
             host.logical_SP[slot].fill_(-1)
             host.logical_SP[slot, pages] = torch.arange(len(pages), dtype=torch.int32)
+            request.slot = slot
             requests.append(request)
-        self.workspace.upload(host)
+        self.workspace.upload(host, list(range(self.workspace.max_requests + 1)))
         return requests
 
-    def decoding(
-        self, case: Case, requests: list[Request], policy: Policy | None, stats: Stats
-    ) -> Decoding:
-        """The engine's decoding loop over placed requests."""
+    def decoding(self, case: Case, policy: Policy | None, stats: Stats) -> Decoding:
+        """The engine's decode steps for placed requests."""
         config = case.config
         return Decoding(
             self.workspace,
             self.stages(case),
-            requests,
-            lambda index, tokens: None,
             stats,
             rows=1 if case.mode == "ar" else config.uniform_rows(VERIFY_TILE),
             policy=policy,

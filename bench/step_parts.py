@@ -14,6 +14,7 @@ from bench.profile_step import StepProfile, counts, graph_pool_mib, growth, reco
 from bench.step_cases import CASES, SAMPLING, Case, Rig
 from dscale.decode import Decoding, Launch
 from dscale.policy import Policy
+from dscale.request import Request
 from dscale.stats import Stats
 from dscale.timing import buckets_to
 from dscale.workspace import bucket_of
@@ -51,10 +52,11 @@ class Stepper:
         self.state = rig.workspace.requests
         self.state.remaining_S.fill_(ENDLESS)
         self.context_S = self.state.context_S.clone()
-        self.decoding = rig.decoding(case, requests, policy, Stats())
+        self.requests = requests
+        self.decoding = rig.decoding(case, policy, Stats())
 
     def __call__(self) -> None:
-        self.decoding.launch(list(range(self.lanes)))
+        self.decoding.launch(self.requests)
         self.state.context_S.copy_(self.context_S)
 
     def warm_up(self) -> float:
@@ -104,15 +106,15 @@ def decode_rate(
 
     `rounds` times; the trace starts at its beginning, the same for every case."""
     policy = rig.policy(case, [lanes])
-    _run(_placed(rig, case, lanes, prompt, new_tokens, policy, Stats()), lanes, 1)
+    _run(*_placed(rig, case, lanes, prompt, new_tokens, policy, Stats()), 1)
     rig.trace.rewind()
     stats, rates, seconds = Stats(), [], 0.0
     for _ in range(rounds):
-        decoding = _placed(rig, case, lanes, prompt, new_tokens, policy, stats)
+        decoding, requests = _placed(rig, case, lanes, prompt, new_tokens, policy, stats)
         before = stats.tokens
         rig.clock.wait()
         began = time.perf_counter()
-        _run(decoding, lanes, new_tokens * lanes)
+        _run(decoding, requests, new_tokens * lanes)
         rig.clock.wait()
         took = time.perf_counter() - began
         seconds += took
@@ -137,27 +139,27 @@ def _placed(
     new_tokens: int,
     policy: Policy | None,
     stats: Stats,
-) -> Decoding:
+) -> tuple[Decoding, list[Request]]:
     room = room_for(new_tokens)
     requests = rig.place([prompt] * lanes, [room] * lanes, SAMPLING[case.sampling])
-    return rig.decoding(case, requests, policy, stats)
+    return rig.decoding(case, policy, stats), requests
 
 
-def _run(decoding: Decoding, lanes: int, tokens: int) -> None:
+def _run(decoding: Decoding, requests: list[Request], tokens: int) -> None:
     """The engine's loop, until `tokens` more are committed; at least WARM_UP steps."""
-    live, launches = list(range(lanes)), 0
+    launches = 0
     launched: Launch | None
     pending: Launch | None = None
     wanted = decoding.stats.tokens + tokens
     while launches < WARM_UP or decoding.stats.tokens < wanted:
-        launched = decoding.launch(live)
+        launched = decoding.launch(requests)
         launches += 1
         if decoding.late:
             launched, pending = pending, launched
-        if launched is not None and len(decoding.finish(launched, live)) < lanes:
+        if launched is not None and decoding.finish(launched):
             raise RuntimeError("a request ended before its round did: give it more room")
     if pending is not None:
-        decoding.finish(pending, live)
+        decoding.finish(pending)
 
 
 def ragged(rig: Rig, case: Case, total: int, context: int, new_tokens: int) -> dict[str, Any]:
@@ -181,7 +183,7 @@ def ragged(rig: Rig, case: Case, total: int, context: int, new_tokens: int) -> d
             [draws.randint(min(8, new_tokens), new_tokens) for _ in range(size)],
             SAMPLING[case.sampling],
         )
-        rig.decoding(case, requests, policy, stats).run(list(range(size)))
+        rig.decoding(case, policy, stats).run(requests)
         short = [r for r in requests if len(r.tokens) != r.max_new_tokens]
         if short:
             raise RuntimeError(f"{len(short)} requests of a wave did not get all their tokens")

@@ -71,6 +71,17 @@ class Decoding:
             self.stages.verify(requests, step)
         return self._collect(live, choice, step)
 
+    def run(self, live: list[Request]) -> None:
+        """Decode placed requests until all have ended, without taking others in."""
+        pending: Launch | None = None
+        while live or pending is not None:
+            launched = self.launch(live) if live else None
+            if self.late:
+                launched, pending = pending, launched
+            if launched is not None:
+                ended = self.finish(launched)
+                live = [request for request in live if request not in ended]
+
     def _choose(self, lanes: int, live: list[Request]) -> Choice | None:
         if self.policy is None:
             return None

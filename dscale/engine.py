@@ -82,8 +82,8 @@ class Engine:
         from dscale.attach import attach
         from dscale.load import load_model
 
-        engine = attach(load_model(name_or_path, dtype=dtype, device=device), drafter, **settings)
-        return engine.engine
+        spec = attach(load_model(name_or_path, dtype=dtype, device=device), drafter, **settings)
+        return spec.engine
 
     def generate(self, requests: list[Request], on_tokens: OnTokens | None = None) -> None:
         """Decode requests to their ends; `request.tokens` and `request.progress` hold the result.

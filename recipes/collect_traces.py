@@ -25,15 +25,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dscale
 import dscale.demo
-from dscale.engine import Engine
+from dscale.core import Core
 
 ON_GPU = torch.cuda.is_available()
 # Questions with short answers, unlike what is measured: a few of each are enough.
 MOST = {"opentriviaqa": 150, "t0": 150, "oasst": 150, "awesome_prompts": 100}
 
 
-class GatheredEngine(Engine):
-    """An engine that gathers pages for attention on a GPU too: slower, but nothing to compile."""
+class GatheredCore(Core):
+    """A core that gathers pages for attention on a GPU too: slower, but nothing to compile."""
 
     __slots__ = ()
     flex = property(lambda self: False)  # type: ignore[assignment]
@@ -130,7 +130,7 @@ def collect(
     used: list[tuple[str, str]] = []
     began, passes = time.monotonic(), 0
     try:
-        spec.engine.__class__ = GatheredEngine
+        spec.engine.batcher.core.__class__ = GatheredCore
         own = spec.engine.drafter
         about = {"drafter": own.fingerprint or "", "block_size": own.config.block_size}
         bar = tqdm(range(0, len(prompts), batch), desc="collect traces", unit="call")

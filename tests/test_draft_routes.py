@@ -13,8 +13,9 @@ from torch import Tensor
 
 import dscale
 from dscale.compiled.kv import PAGE
+from dscale.core import Core
 from dscale.decode import Decoding, Launch
-from dscale.engine import Engine
+from dscale.request import Request
 from dscale.workspace import bucket_of
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -42,7 +43,7 @@ def drafts(
     steps: Steps = []
     launch = Decoding.launch
 
-    def watched(self: Decoding, live: list[int]) -> Launch:
+    def watched(self: Decoding, live: list[Request]) -> Launch:
         launched = launch(self, live)
         lanes = bucket_of(len(live)) if self.padded else len(live)
         candidates = self.workspace.step(lanes).candidate_NC[: len(live)].cpu().clone()
@@ -53,7 +54,7 @@ def drafts(
 
     with monkeypatch.context() as patch:
         patch.setattr(Decoding, "launch", watched)
-        patch.setattr(Engine, "flex", property(lambda self: flex))
+        patch.setattr(Core, "flex", property(lambda self: flex))
         with dscale.attach(
             model, drafter, mode=mode, budget=5, capture=capture, pool_tokens=12 * PAGE
         ):

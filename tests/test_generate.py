@@ -182,7 +182,7 @@ def test_small_blocks(tmp_path: Path, reference: Any) -> None:
                 with dscale.attach(model, drafter, mode=mode, budget=budget) as spec:
                     assert torch.equal(model.generate(**inputs, max_new_tokens=20), want)
                     rows = block if mode == "dscale" else min(block, budget or 16)
-                    assert spec.engine.rows == rows
+                    assert spec.engine.batcher.core.rows == rows
 
 
 def test_plain_mode_and_one_call(tmp_path: Path, reference: Any) -> None:

@@ -13,7 +13,7 @@ import dscale
 from dscale.compiled.decide import Decide
 from dscale.compiled.flow import Requests, Step
 from dscale.compiled.kv import PAGE
-from dscale.engine import Engine
+from dscale.core import Core
 from dscale.pages import PageAllocator, pages_for
 from dscale.request import Request
 from dscale.workspace import Workspace, bucket_of
@@ -98,32 +98,33 @@ def test_garbage_in_every_page_changes_nothing(
     drafter = tiny_drafter(tmp_path, model) if drafted else None
     uploads: list[float] = []
     candidates: list[list[list[int]]] = []
-    monkeypatch.setattr(Engine, "flex", property(lambda self: flex))
-    upload: Callable[[Workspace, Requests], None] = Workspace.upload
+    monkeypatch.setattr(Core, "flex", property(lambda self: flex))
+    upload: Callable[[Workspace, Requests, list[int]], None] = Workspace.upload
 
     def soil(scale: float) -> None:
         """Fill the pools, pages in use too, just before a call uses them."""
 
-        def patched(self: Workspace, host: Requests) -> None:
+        def patched(self: Workspace, host: Requests, slots: list[int]) -> None:
             check_tables(host, len(INPUTS["input_ids"]))
             uploads.append(scale)
             for pool in (self.pool, self.draft_pool):
                 for buffer in pool.buffers() if pool is not None else ():
                     buffer.copy_(scale * torch.randn(buffer.shape))
-            upload(self, host)
+            upload(self, host, slots)
 
         monkeypatch.setattr(Workspace, "upload", patched)
 
     decide = Decide.forward
 
-    def watched(self: Decide, requests: Requests, step: Step) -> None:
-        decide(self, requests, step)
+    def watched(self: Decide, requests: Requests, step: Step, *packed: Any) -> None:
+        decide(self, requests, step, *packed)
         live = requests.live_S[step.slot_N]
         candidates[-1] += step.candidate_NC[live].tolist()
 
     monkeypatch.setattr(Decide, "forward", watched)
     torch.manual_seed(0)
-    with dscale.attach(model, drafter, prefill_chunk=128, capture=False):
+    mode: Any = "dflash" if drafted else "ar"
+    with dscale.attach(model, drafter, mode=mode, prefill_chunk=128, capture=False):
         for scale in (0.0, 1.0, 1e4):
             soil(scale)
             candidates.append([])
@@ -143,10 +144,11 @@ def test_idle_lanes_of_a_bucket_change_nothing(
     settings: dict[str, Any] = {"max_new_tokens": 24, "eos_token_id": eos, "pad_token_id": 1}
     want = plain(model, **rows, **settings)
     lanes = []
-    monkeypatch.setattr(Engine, "flex", property(lambda self: True))
+    monkeypatch.setattr(Core, "flex", property(lambda self: True))
     step = Workspace.step
     monkeypatch.setattr(Workspace, "step", lambda self, n: (lanes.append(n), step(self, n))[1])
-    with dscale.attach(model, tiny_drafter(tmp_path, model), capture=False):
+    drafter = tiny_drafter(tmp_path, model)
+    with dscale.attach(model, drafter, budget="half", capture=False):
         assert torch.equal(model.generate(**rows, **settings), want)
     # Three requests in a bucket of four, then fewer: the lanes shrink with them.
     assert lanes[:2] == [3, 4]
@@ -161,7 +163,7 @@ def test_the_workspace_grows_and_stays(tmp_path: Path) -> None:
             ids = torch.tensor([prompt(length, row) for row in range(count)])
             out = model.generate(ids, max_new_tokens=6)
             assert torch.equal(out, plain(model, ids, max_new_tokens=6))
-            workspace = spec.engine._workspace
+            workspace = spec.engine.batcher.core.workspace
             assert workspace is not None
             sizes.append((workspace.max_requests, workspace.num_pages, workspace.num_bytes))
         assert sizes == sorted(sizes)

@@ -28,7 +28,7 @@ from dscale.compiled.drafter import Drafter
 from dscale.compiled.penalty import block_before, penalise, see
 from dscale.compiled.target import Target
 from dscale.compiled.verify import Verify
-from dscale.engine import Engine
+from dscale.core import Core
 from dscale.kernels.reference import position_gumbel
 from dscale.request import Request
 
@@ -246,8 +246,13 @@ def test_calls_without_a_penalty_before_and_after(
             for penalty in (1.0, 1.3, None, 0.8, 1):
                 out = model.generate(**INPUTS, max_new_tokens=NEW, repetition_penalty=penalty)
                 assert torch.equal(out, greedy[penalty or 1.0]), (mode, penalty)
-                assert spec.engine._workspace.seen == (1 if spec.stats.calls == 1 else VOCAB)
-            assert {chooser.penalty for chooser in spec.engine._stages} == {True, False}
+                assert spec.engine.batcher.core.workspace.seen == (
+                    1 if spec.stats.calls == 1 else VOCAB
+                )
+            assert {chooser.penalty for chooser in spec.engine.batcher.core._stages} == {
+                True,
+                False,
+            }
 
 
 def test_verify_with_a_penalty_is_one_graph_for_all_batches(
@@ -267,7 +272,7 @@ def test_verify_with_a_penalty_is_one_graph_for_all_batches(
     with dscale.attach(model, mode="ar"):
         want = [model.generate(**inputs, **kwargs, seed=5) for inputs in batches]
     monkeypatch.setattr(dscale.stages, "capture", trace)
-    monkeypatch.setattr(Engine, "flex", property(lambda self: True))
+    monkeypatch.setattr(Core, "flex", property(lambda self: True))
     with dscale.attach(model, drafter, mode="dscale", budget=4, pool_tokens=384):
         for inputs, rows in zip(batches, want, strict=True):
             assert torch.equal(model.generate(**inputs, **kwargs, seed=5), rows)

@@ -240,7 +240,7 @@ def test_streamers(refused: Refused) -> None:
 def test_a_pool_that_is_too_small(tmp_path: Path, want: torch.Tensor) -> None:
     model = tiny_model()
     with dscale.attach(model, tiny_drafter(tmp_path, model), pool_tokens=384) as spec:
-        for rows, length, new in ((1, 352, 1), (1, 100, 253), (4, 9, 5), (1, 4000, 5)):
+        for rows, length, new in ((1, 352, 1), (1, 100, 253), (4, 400, 5), (1, 4000, 5)):
             ids = torch.tensor([prompt(length)]).expand(rows, -1)
             with pytest.raises(ValueError, match=r"pool_tokens: expected at least \d+.*got 384"):
                 model.generate(ids, max_new_tokens=new)
