@@ -51,7 +51,7 @@ SHAPES = {
     "8b": Shape(name="Qwen3-8B shape", hidden=4096, intermediate=12288),
     "4b": Shape(name="Qwen3-4B shape", hidden=2560, intermediate=9728, tied=True),
     "tiny": Shape(
-        name="toy shape", hidden=32, intermediate=48, layers=4, heads=4, kv_heads=2, head_dim=8,
+        name="toy shape", hidden=64, intermediate=96, layers=4, heads=4, kv_heads=2, head_dim=16,
         vocab=200, draft_layers=1, taps=2,
     ),
 }  # fmt: skip

@@ -3,15 +3,17 @@ ragged trace, the growth of kernels with the pool."""
 
 from __future__ import annotations
 
+import json
 import random
 import time
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
 from bench.profile_step import StepProfile, counts, graph_pool_mib, growth, record, step_profile
-from bench.step_cases import CASES, SAMPLING, Case, Rig
+from bench.step_cases import SAMPLING, Case, Rig
 from dscale.decode import Decoding, Launch
 from dscale.policy import Policy
 from dscale.request import Request
@@ -92,10 +94,16 @@ class Stepper:
             "host_ms": round(median(host), 4),
         }
 
-    def profile(self) -> StepProfile:
-        """What the GPU does in these steps; they must be captured."""
+    def profile(self, unread: Path) -> StepProfile:
+        """What the GPU does in these steps; they must be captured. A trace that does not hold them
+        goes to the file `unread`."""
         per_step = 1 if self.decoding.stages.decide is None else 2
-        return step_profile(record(self, PROFILED), per_step, SKIPPED)
+        kernels = record(self, PROFILED)
+        try:
+            return step_profile(kernels, per_step, SKIPPED)
+        except ValueError:
+            unread.write_text(json.dumps(kernels))
+            raise
 
 
 def decode_rate(
@@ -219,14 +227,6 @@ def pool_growth(small: StepProfile, large: StepProfile) -> dict[str, Any]:
         "grown": grown,
         "most_growth": rows[:3],
     }
-
-
-def default_cases(names: list[str]) -> list[Case]:
-    """Cases by their names on the command line. Raises ValueError for an unknown one."""
-    unknown = [name for name in names if name not in CASES]
-    if unknown:
-        raise ValueError(f"modes: expected some of {list(CASES)}, got {unknown[0]!r}")
-    return [CASES[name] for name in names]
 
 
 def device_memory() -> dict[str, float]:
