@@ -18,18 +18,19 @@ def penalise(
     `seen_SV` bool: tokens each request has seen, the anchor included; `slot_M` int64: each row's
     request. `penalty_M` float32, 1 is off. `block_MC` int64: tokens the row has seen besides, C
     may be 0; repeats and tokens already in `seen_SV` do no harm, so they can fill a short row."""
-    value_MV = logit_MV.float()
-    out_MV = torch.where(seen_SV[slot_M], _penalised(value_MV, penalty_M), value_MV)
+    out_MV = _penalised(logit_MV.float(), penalty_M[:, None], seen_SV[slot_M])
     if not block_MC.shape[1]:
         return out_MV
     # From the logits as they came: a token twice in the block gets the same value twice.
-    value_MC = _penalised(logit_MV.gather(1, block_MC).float(), penalty_M)
-    return out_MV.scatter(1, block_MC, value_MC)
+    value_MC = logit_MV.gather(1, block_MC).float()
+    seen = torch.ones_like(value_MC, dtype=torch.bool)
+    return out_MV.scatter(1, block_MC, _penalised(value_MC, penalty_M[:, None], seen))
 
 
-def _penalised(value_MX: Tensor, penalty_M: Tensor) -> Tensor:
-    penalty_M1 = penalty_M[:, None]
-    return torch.where(value_MX < 0, value_MX * penalty_M1, value_MX / penalty_M1)
+def _penalised(value_MX: Tensor, penalty_M1: Tensor, seen_MX: Tensor) -> Tensor:
+    # Few are seen, so that on a CPU neither choice is a coin toss for the branch predictor.
+    divided_MX = torch.where(seen_MX, value_MX / penalty_M1, value_MX)
+    return torch.where(seen_MX & (value_MX < 0), value_MX * penalty_M1, divided_MX)
 
 
 def block_before(token_M: Tensor, tile_row_M: Tensor, candidates: int) -> Tensor:
