@@ -104,14 +104,13 @@ def test_steps_commit_what_the_trace_accepts(name: str, sampling: str) -> None:
     rig.trace.rewind()
     requests = rig.place([3, 9, 1, 130, 40], [400] * lanes, SAMPLING[sampling])
     stats = Stats()
-    decoding = rig.decoding(case, requests, policy, stats)
-    step, live = rig.workspace.step(lanes), list(range(lanes))
+    decoding = rig.decoding(case, policy, stats)
+    step = rig.workspace.step(lanes)
     for at in range(12):
-        candidate_NC = None
-        launched = decoding.launch(live)
+        launched = decoding.launch(requests)
         candidate_NC = step.candidate_NC.clone()
         result = launched.result_NX.clone()
-        assert decoding.finish(launched, live) == live
+        assert decoding.finish(launched) == []
         accepted_N = rig.trace.accepted_TS[at, :lanes]
         adaptive = case.config.adaptive
         length_N = result[:, LENGTH] if adaptive else torch.tensor([decoding.rows] * lanes)
@@ -171,8 +170,8 @@ def operations_of(name: str, simulated: bool) -> list[Counter[str]]:
             patch.setattr("bench.step_cases.simulate", lambda stage, trace: stage)
         for lanes in (8, 4):
             requests = rig.place([30] * lanes, [60] * lanes, {})
-            decoding = rig.decoding(CASES[name], requests, rig.policy(CASES[name], []), Stats())
-            decoding.launch(list(range(lanes)))
+            decoding = rig.decoding(CASES[name], rig.policy(CASES[name], []), Stats())
+            decoding.launch(requests)
     torch._dynamo.reset()
     return found
 
@@ -195,7 +194,8 @@ def test_the_last_row_never_counts_as_a_candidate() -> None:
     rig = tiny_rig(2)
     rig.trace.accepted_TS.fill_(15)
     case = CASES["+tiles"]
-    decoding = rig.decoding(case, rig.place([4, 7], [64, 64], {}), None, Stats())
-    result = decoding.launch([0, 1]).result_NX
+    requests = rig.place([4, 7], [64, 64], {})
+    decoding = rig.decoding(case, None, Stats())
+    result = decoding.launch(requests).result_NX
     assert isinstance(decoding.stages.verify.stage, SimulatedVerify)  # type: ignore[attr-defined]
     assert result[:, COUNT].tolist() == [16, 16]
