@@ -73,12 +73,18 @@ class Costs(Protocol):
         """Of a drafted step, or with rows 0 of a plain one."""
 
 
-# While plain decoding wins, one drafted step in PROBE_FIRST looks again, later one in PROBE_LAST.
+# While plain decoding wins, one drafted step in PROBE_FIRST looks again, later one in PROBE_LAST,
+# unless drafting would cost less than _CLOSE tells.
 PROBE_FIRST, PROBE_LAST = 16, 256
-# Weight of what is known already when a step adds to the ratio of accepted to expected.
-_MEMORY = 0.97
+_CLOSE = 0.85
+# Weight of what is known already when one more request's step adds to it: of the gain of rows, and
+# of the ratio of accepted to expected, which is noisier. One step of one request says little.
+_MEMORY, _RATIO_MEMORY = 0.98, 0.995
+# Most that a single probe may change.
+_PROBE_WEIGHT = 0.3
 # Expected acceptance before anything is known: each candidate at 0.7 of the one before.
 _PRIOR = np.float32(0.7) ** np.arange(1, VERIFY_TILE, dtype=np.float32)
+_PRIOR_STEPS = 8
 
 
 @dataclass(slots=True)
@@ -86,15 +92,18 @@ class AutoBudget:
     """The capacity that maximises expected progress over time.
 
     Expected progress of a capacity is one token per request plus the best scores that fit in the
-    remaining rows, times the running ratio of accepted to expected. The scores are one step old:
-    they tell how confident the drafts are lately, not which of them will survive. Where plain
-    decoding promises more, nothing is drafted but for a probe, after 16 steps at first and after
-    up to 256 while the answer stays the same: at most 1/16 of the steps are probes."""
+    remaining rows, averaged over the latest steps (one step's scores say how that draft fares, not
+    the next), times the running ratio of accepted to expected. Where plain decoding promises more,
+    nothing is drafted but for a probe, after 16 steps at first and, while the answer stays clear,
+    after up to 256: at most 1/16 of the steps are probes. A request that has never been scored
+    brings the next probe forward to 16 steps."""
 
     costs: Costs
     _accepted: float = 8.0
     _expected: float = 8.0
-    _mean_C: Floats = field(default_factory=_PRIOR.copy)
+    _gain: Floats = field(default_factory=lambda: np.append(np.float32(0), _PRIOR.cumsum()))
+    _samples: int = _PRIOR_STEPS
+    _age: int = 0
     _plain: bool = False
     _wait: int = 0
     _interval: int = PROBE_FIRST
@@ -107,40 +116,51 @@ class AutoBudget:
 
     def choose(self, lanes: int, score_NC: Floats, context: int) -> Choice:
         """The best capacity among the captured ones, or none."""
+        self._age += 1
+        live, candidates = score_NC.shape
         plain = Choice(lanes, 1, draft=False)
-        best, rate = self._best(lanes, score_NC, context)
+        best, rate = self._best(lanes, live, candidates, context)
         if self._plain and not self._probed:
-            self._wait -= 1
-            # Below 0 the probe's scores are still on their way.
+            if np.isnan(score_NC).any():
+                self._wait, self._interval = min(self._wait, PROBE_FIRST), PROBE_FIRST
+            # At -1 the probe's results are on their way; after that they got lost, as when every
+            # request had ended in the step before.
+            self._wait = self._wait - 1 if self._wait >= 0 else 0
             return best if self._wait == 0 else plain
         self._probed = False
-        if score_NC.shape[0] / self.costs.of(lanes, 0).at(context) > rate:
-            self._plain, self._wait = True, self._interval
-            self._interval = min(2 * self._interval, PROBE_LAST)
-            return plain
-        self._plain, self._interval = False, PROBE_FIRST
-        return best
+        alone = live / self.costs.of(lanes, 0).at(context)
+        if alone <= rate:
+            self._plain, self._interval = False, PROBE_FIRST
+            return best
+        self._interval = PROBE_FIRST if rate > _CLOSE * alone else self._interval
+        self._plain, self._wait = True, self._interval
+        self._interval = min(2 * self._interval, PROBE_LAST)
+        return plain
 
-    def _best(self, lanes: int, score_NC: Floats, context: int) -> tuple[Choice, float]:
+    def _best(self, lanes: int, live: int, candidates: int, context: int) -> tuple[Choice, float]:
         """The drafted choice with the most expected progress per millisecond, and how much."""
-        live, candidates = score_NC.shape
-        known_NC = np.where(np.isnan(score_NC), self._mean_C[:candidates], score_NC)
-        gain = np.concatenate(([0.0], np.cumsum(-np.sort(-known_NC, axis=None))))
-        rates = []
+        rates, gain_C = [], self._gain[: candidates + 1]
         for multiple in MULTIPLES:
-            extra = min(multiple * lanes - live, len(gain) - 1)
-            progress = live + self.calibration * float(gain[extra])
+            each = (multiple * lanes - live) / live
+            gain = float(np.interp(each, np.arange(candidates + 1), gain_C))
+            progress = live * (1 + self.calibration * gain)
             rates.append(progress / self.costs.of(lanes, multiple * lanes).at(context))
         best = int(np.argmax(rates))
         return Choice(MULTIPLES[best] * lanes, VERIFY_TILE), rates[best]
 
     def observe(self, score_NC: Floats, length_N: Floats, accepted_N: Floats) -> None:
-        """Update the ratio, and the mean scores that stand in for unknown ones."""
+        """Update the gain of 0 to C more rows per request, and the ratio."""
         score_NC = np.nan_to_num(score_NC)
-        column_C = np.arange(score_NC.shape[1])
-        expected = float(score_NC[column_C < length_N[:, None] - 1].sum())
-        self._expected = _MEMORY * self._expected + expected + 1e-6
-        self._accepted = _MEMORY * self._accepted + float(accepted_N.sum()) + 1e-6
-        mean_C = self._mean_C[: len(column_C)]
-        mean_C += np.float32(0.1) * (score_NC.mean(0) - mean_C)
+        live, candidates = score_NC.shape
+        expected = float(score_NC[np.arange(candidates) < length_N[:, None] - 1].sum())
+        self._expected = _RATIO_MEMORY**live * self._expected + expected + 1e-6
+        self._accepted = _RATIO_MEMORY**live * self._accepted + float(accepted_N.sum()) + 1e-6
+        best = np.cumsum(-np.sort(-score_NC, axis=None))
+        gain = np.append(np.float32(0), best[live - 1 :: live] / live)
+        weight = max(1 - _MEMORY ** (live * max(1, self._age)), live / (live + self._samples))
+        if self._plain:
+            weight = min(weight, _PROBE_WEIGHT)
+        self._age, self._samples = 0, self._samples + live
+        known = self._gain[: candidates + 1]
+        known += np.float32(weight) * (gain - known)
         self._probed = self._plain and self._wait <= 0
