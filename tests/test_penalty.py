@@ -192,10 +192,9 @@ def test_samples_are_the_processors_and_equal_in_every_mode(
 def test_padding_counts_as_it_does_in_transformers(
     reference: Any, greedy: dict[float, Tensor], pair: tuple[Any, Drafter]
 ) -> None:
-    model, drafter = pair
-    ids = [prompt(n) for n in LENGTHS]
+    (model, drafter), ids = pair, [prompt(n) for n in LENGTHS]
     rows = unpadded(greedy[1.0])
-    # Pads that the rows say, one with a masked token in the middle, and ids that no model says.
+    # Pads that rows say; later also masked tokens in the middle of a prompt.
     for pad, hole in ((rows[0][2], 0), (rows[2][18], 3), (rows[3][5], 2)):
         inputs = left_padded(ids, pad=pad)
         inputs["attention_mask"][2, 130 - 17 + hole : 130 - 17 + 2 * hole] = 0
@@ -232,9 +231,11 @@ def test_requests_of_a_batch_have_their_own_penalties(pair: tuple[Any, Drafter])
     with dscale.attach(model, mode="ar") as spec:
         alone = [run(spec, [i])[0] for i in range(len(settings))]
     for mode in ("dflash", "dscale"):
-        with dscale.attach(model, drafter, mode=mode) as spec:
-            for order in ([0, 1, 2, 3, 4], [1, 3], [4, 2, 1]):
+        # At most two at a time: later ones take over the slots of earlier ones.
+        with dscale.attach(model, drafter, mode=mode, max_concurrency=2) as spec:
+            for order in ([0, 1, 2, 3, 4], [4, 4, 2, 0, 1, 0]):
                 assert run(spec, order) == [alone[i] for i in order], (mode, order)
+            assert spec.engine.batcher.core.workspace.max_requests == 2
 
 
 def test_calls_without_a_penalty_before_and_after(
@@ -246,13 +247,9 @@ def test_calls_without_a_penalty_before_and_after(
             for penalty in (1.0, 1.3, None, 0.8, 1):
                 out = model.generate(**INPUTS, max_new_tokens=NEW, repetition_penalty=penalty)
                 assert torch.equal(out, greedy[penalty or 1.0]), (mode, penalty)
-                assert spec.engine.batcher.core.workspace.seen == (
-                    1 if spec.stats.calls == 1 else VOCAB
-                )
-            assert {chooser.penalty for chooser in spec.engine.batcher.core._stages} == {
-                True,
-                False,
-            }
+                core = spec.engine.batcher.core
+                assert core.workspace.seen == (1 if spec.stats.calls == 1 else VOCAB)
+            assert {chooser.penalty for chooser in core._stages} == {True, False}
 
 
 def test_verify_with_a_penalty_is_one_graph_for_all_batches(
