@@ -124,7 +124,11 @@ class Bench:
             row = self.steps.put(
                 STEP_FIELDS
                 | case.fields
-                | {"requests": lanes, "rows": case.rows(lanes), "context": context}
+                | {
+                    "requests": lanes,
+                    "rows": case.rows(self.rig.lanes_of(lanes)),
+                    "context": context,
+                }
                 | stepper.times(self.args.repeats)
                 | {"graph_pool_mib": graph_pool_mib(), "warm_up_s": round(warm_up, 2)}
                 | {"recordings": counts().recordings, "cudagraph_skips": counts().skips}
@@ -179,7 +183,10 @@ class Bench:
             row = self.steps.put(
                 where
                 | found.fields
-                | {"rows": case.rows(lanes), "allocator_kernels": list(found.allocator_names)}
+                | {
+                    "rows": case.rows(self.rig.lanes_of(lanes)),
+                    "allocator_kernels": list(found.allocator_names),
+                }
             )
             title = f"{self.shape.name}, {where}, {found.busy:.0f} us busy of {found.step:.0f}"
             with self.kernels.open("a") as file:
@@ -209,7 +216,11 @@ class Bench:
             greedy = greedy or times["step_ms"]
             row = self.sampling.put(
                 case.fields
-                | {"requests": self.lanes, "context": context, "rows": case.rows(self.lanes)}
+                | {
+                    "requests": self.lanes,
+                    "context": context,
+                    "rows": case.rows(self.rig.lanes_of(self.lanes)),
+                }
                 | times
                 | {"over_greedy": round(times["step_ms"] / greedy, 4)}
             )

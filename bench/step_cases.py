@@ -25,7 +25,7 @@ from dscale.request import Request
 from dscale.stages import Stage, Stages, build_stages
 from dscale.stats import Stats
 from dscale.timing import MeasuredCosts, bucket_kinds, capture_buckets, linear_costs
-from dscale.workspace import Workspace
+from dscale.workspace import Workspace, bucket_of
 
 Sampled = dict[str, Any]
 
@@ -64,12 +64,12 @@ class Case:
             "sampling": self.sampling,
         }
 
-    def rows(self, requests: int) -> int | None:
-        """Rows of a step with so many requests, None where each step chooses."""
+    def rows(self, lanes: int) -> int | None:
+        """Rows of a step of so many lanes, None where each step chooses."""
         if self.config.adaptive:
             average = self.config.average
-            return None if average is None else average * requests
-        return requests * self.config.uniform_rows(VERIFY_TILE)
+            return None if average is None else average * lanes
+        return lanes * self.config.uniform_rows(VERIFY_TILE)
 
 
 CASES = {
@@ -188,8 +188,13 @@ class Rig:
             self._stages[key] = Timed(wrapped, self.clock)
         return self._stages[key]
 
+    def lanes_of(self, requests: int) -> int:
+        """Lanes of a step of so many requests."""
+        return bucket_of(requests) if self.flex else requests
+
     def policy(self, case: Case, lanes: Sequence[int]) -> Policy | None:
-        """The budget policy; "auto" captures and times the buckets of these lane counts first."""
+        """The budget policy; "auto" times steps of these numbers of requests first, and captures
+        them where steps are captured."""
         config = case.config
         if not config.adaptive:
             return None
@@ -197,8 +202,11 @@ class Rig:
             return FixedBudget(config.average)
         if self.wrap is None:
             return AutoBudget(linear_costs(self.workspace, self.stages(case), min(lanes)))
-        costs = self._costs.setdefault(case, MeasuredCosts())
-        capture_buckets(self.workspace, self.stages(case), lanes, bucket_kinds(config), costs)
+        costs, buckets = (
+            self._costs.setdefault(case, MeasuredCosts()),
+            set(map(self.lanes_of, lanes)),
+        )
+        capture_buckets(self.workspace, self.stages(case), buckets, bucket_kinds(config), costs)
         return AutoBudget(costs)
 
     def place(

@@ -24,6 +24,7 @@ from bench.profile_step import (
 )
 from bench.result_files import ResultFile
 from bench.shapes import SHAPES, build
+from bench.step_bench import PARTS
 from bench.step_cases import CASES
 from bench.step_parts import pool_growth
 
@@ -175,6 +176,41 @@ def test_a_step_is_read_out_of_its_kernels() -> None:
     assert text.splitlines()[0] == "title"
     assert "gemm" in text
     assert "6 more kernels" in text
+
+
+def test_parts_that_need_a_gpu_write_their_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All but the profiler itself, which is given made-up kernels."""
+
+    def record(step: Any, count: int) -> list[Kernel]:
+        step()
+        return steps(count)
+
+    monkeypatch.setattr("bench.step_parts.record", record)
+    for name in ("profile", "pool"):
+        monkeypatch.setitem(PARTS, name, (PARTS[name][0], False))
+    args = ["--parts", "steps", "profile", "pool", "--modes", "dscale-half", "dflash"]
+    run(monkeypatch, "--tiny", "--out", str(tmp_path), *args)
+    rows = rows_of(tmp_path / "decode_step.json")
+    profiled = [row for row in rows if row["context"] == 40]
+    assert len(profiled) == 2 * 2
+    for row in profiled:
+        assert row["step_ms"] > 0
+        assert row["graph_gap_us"] == 6.0
+        assert row["idle_share"] == pytest.approx(0.43, abs=0.02)
+        assert row["allocator_kernels"] == ["sgemm_hidden", "mlp", "_pack"]
+    text = (tmp_path / "decode_step_kernels_toy.txt").read_text()
+    assert text.count("kernel\n") == 4
+    (pool,) = rows_of(tmp_path / "pool_growth.json")
+    assert pool["pages_large"] == 4 * pool["pages_small"]
+    assert pool["grown"] == []
+    assert pool["model"] == "toy shape, 4 layers"
+    # A trace that cannot be read is kept, and the run ends with an error.
+    monkeypatch.setattr("bench.step_parts.record", lambda step, count: steps(2))
+    with pytest.raises(SystemExit, match="profile"):
+        run(monkeypatch, "--tiny", "--out", str(tmp_path), "--parts", "profile")
+    assert json.loads((tmp_path / "unread_trace.json").read_text())[0][0] == "gemm"
 
 
 def test_a_step_of_one_graph_and_a_broken_trace() -> None:
