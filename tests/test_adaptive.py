@@ -23,7 +23,7 @@ from tiny import (
 from torch import Tensor
 
 import dscale
-import dscale.engine
+import dscale.core
 from dscale.compiled.drafter import Drafter
 from dscale.decode import Decoding
 from dscale.timing import LinearCosts
@@ -60,7 +60,7 @@ def prices(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Fix the times that budget "auto" sees; middling unless told."""
 
     def go(kind: str) -> None:
-        monkeypatch.setattr(dscale.engine, "linear_costs", lambda *args: PRICES[kind])
+        monkeypatch.setattr(dscale.core, "linear_costs", lambda *args: PRICES[kind])
 
     go("middling")
     return go
@@ -109,7 +109,7 @@ def as_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     def late(*args: Any, **settings: Any) -> Decoding:
         return Decoding(*args, **(settings | {"late": True, "padded": True}))
 
-    monkeypatch.setattr(dscale.engine, "Decoding", late)
+    monkeypatch.setattr(dscale.core, "Decoding", late)
 
 
 def batch(rows: int) -> dict[str, Tensor]:
