@@ -206,7 +206,9 @@ class Rig:
             self._costs.setdefault(case, MeasuredCosts()),
             set(map(self.lanes_of, lanes)),
         )
-        capture_buckets(self.workspace, self.stages(case), buckets, bucket_kinds(config), costs)
+        capture_buckets(
+            self.workspace, self.stages(case), buckets, bucket_kinds(config), costs, alone=True
+        )
         return AutoBudget(costs)
 
     def place(
@@ -242,7 +244,6 @@ class Rig:
             policy=policy,
             late=self.wrap is not None,
             padded=self.flex,
-            host_lengths=case.mode == "+budget",
         )
 
 

@@ -60,6 +60,11 @@ class Batcher:
                 group.remove(request)
         self._end(request, reason)
 
+    def stop(self, request: Request, length: int) -> None:
+        """End a request as stopped after its first `length` tokens; others were in vain."""
+        self.core.stats.take_back(*request.cut(length))
+        self.cancel(request, "stop")
+
     def fail(self, error: BaseException) -> None:
         """End every request with `error`, after a step broke: nothing on the device is trusted."""
         self._pending = None
@@ -119,7 +124,9 @@ class Batcher:
         count = min(len(self.waiting), most)
         while self.waiting and count:
             try:
-                self.core.make_room([self.waiting[i] for i in range(count)])
+                first = [self.waiting[i] for i in range(count)]
+                self.core.make_room(first)
+                self.core.prepare(first)
                 break
             except ValueError as error:
                 if count == 1:

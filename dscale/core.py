@@ -79,10 +79,9 @@ class Core:
             self.stages(chooser),
             self.stats,
             rows=self.rows,
-            policy=self._policy(chooser, len(requests)),
+            policy=self._policy(chooser, len(requests), alone=False),
             late=self.captured,
             padded=self.flex,
-            host_lengths=self.config.mode == "+budget",
         )
 
     def prefill(self, requests: list[Request], lengths: list[int]) -> list[Request]:
@@ -108,16 +107,25 @@ class Core:
                 ended.append(request)
         return ended
 
+    def prepare(self, requests: list[Request]) -> None:
+        """Time what the budget policy needs for so many requests; best while none is placed."""
+        chooser = chooser_of(requests)
+        self.stages(chooser)
+        self._policy(chooser, len(requests), alone=True)
+
     def warm_up(self, requests: list[Request]) -> None:
         """Make room for these requests, and compile and capture what they may need."""
         chooser = chooser_of(requests)
         workspace = self.make_room(requests)
         stages = self.stages(chooser)
-        self._policy(chooser, len(requests))
+        self.prepare(requests)
         if self.captured:
-            costs = self._costs.setdefault(chooser, MeasuredCosts())
-            kinds = bucket_kinds(self.config)
-            capture_buckets(workspace, stages, buckets_to(len(requests)), kinds, costs)
+            costs, kinds = (
+                self._costs.setdefault(chooser, MeasuredCosts()),
+                bucket_kinds(self.config),
+            )
+            lanes = buckets_to(len(requests))
+            capture_buckets(workspace, stages, lanes, kinds, costs, alone=True)
 
     def place(self, requests: list[Request]) -> None:
         """Write the state of requests, which have slots and pages, to the device."""
@@ -231,7 +239,7 @@ class Core:
             )
         return self._stages[chooser]
 
-    def _policy(self, chooser: Chooser, requests: int) -> Policy | None:
+    def _policy(self, chooser: Chooser, requests: int, *, alone: bool) -> Policy | None:
         """The budget policy, with the times of every bucket that so many requests may pass."""
         if not self.config.adaptive or self.drafter is None:
             return None
@@ -242,9 +250,8 @@ class Core:
             return self._policies.setdefault(chooser, FixedBudget(average))
         if self.captured:
             costs = self._costs.setdefault(chooser, MeasuredCosts())
-            capture_buckets(
-                self.workspace, stages, buckets_to(requests), bucket_kinds(self.config), costs
-            )
+            lanes, kinds = buckets_to(requests), bucket_kinds(self.config)
+            capture_buckets(self.workspace, stages, lanes, kinds, costs, alone=alone)
             return self._policies.setdefault(chooser, AutoBudget(costs))
         if chooser not in self._policies:
             measured = linear_costs(self.workspace, stages, min(requests, TIMED_LANES))

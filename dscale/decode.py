@@ -45,7 +45,7 @@ class Decoding:
 
     `policy` None: uniform rows (`rows` each). `late`: results are read one step later, while the
     next step runs, so a finished request takes part in one more step, in which its lane is dead.
-    `padded`: lanes come in buckets. `host_lengths`: mode "+budget"."""
+    `padded`: lanes come in buckets."""
 
     workspace: Workspace
     stages: Stages
@@ -54,7 +54,6 @@ class Decoding:
     policy: Policy | None
     late: bool
     padded: bool
-    host_lengths: bool
 
     def launch(self, live: list[Request]) -> Launch:
         """Start one step of placed requests."""
@@ -100,7 +99,7 @@ class Decoding:
         assert decide is not None
         workspace.make_room(step, choice.rows, choice.average)
         packed = workspace.packed(lanes, lanes * VERIFY_TILE)
-        if self.host_lengths and choice.draft:
+        if self.stages.host_lengths and choice.draft:
             decide(workspace.requests, step)
             self._pack_on_host(step, packed)
         else:

@@ -27,12 +27,13 @@ CONTROL_BLOCK = 128
 @dataclass(frozen=True, slots=True)
 class Stages:
     """`decide` is None where nothing is drafted. `anchors`, in the adaptive modes, takes its place
-    in a step for which the budget policy drafts nothing."""
+    in a step for which the budget policy drafts nothing. `host_lengths`: decide packs no rows."""
 
     prefill: Stage
     decide: Stage | None
     anchors: Stage | None
     verify: Stage
+    host_lengths: bool
 
 
 def verify_tile(config: EngineConfig, rows: int, flex: bool) -> Tile:
@@ -77,6 +78,7 @@ def build_stages(
         decide=decide,
         anchors=wrap(Anchors()) if config.adaptive else None,
         verify=wrap(Verify(*shared, rows, chooser, verify_tile(config, rows, flex))),
+        host_lengths=config.mode == "+budget",
     )
 
 

@@ -63,15 +63,23 @@ class LinearCosts:
 
 
 class Runner:
-    """Runs steps of idle lanes, which compute as much as live ones and commit nothing."""
+    """Runs steps of dead lanes, which compute as much as live ones and commit nothing.
 
-    def __init__(self, workspace: Workspace, stages: Stages) -> None:
-        self.workspace, self.stages = workspace, stages
+    `alone`: no request is placed, so that every lane can be a slot with pages of its own; else all
+    lanes are the idle slot, whose pages come from the GPU's cache after the first."""
+
+    def __init__(self, workspace: Workspace, stages: Stages, alone: bool) -> None:
+        self.workspace, self.stages, self.alone = workspace, stages, alone
+
+    def slots(self, lanes: int) -> list[int]:
+        """The slots of a step's lanes."""
+        idle = self.workspace.max_requests
+        return list(range(lanes)) if self.alone and lanes <= idle else [idle] * lanes
 
     def step(self, lanes: int, rows: int | None) -> None:
         """A drafted step of `rows` packed rows, with 0 a plain one, with None a uniform one."""
         requests = self.workspace.requests
-        step = self.workspace.assign([self.workspace.max_requests] * lanes)
+        step = self.workspace.assign(self.slots(lanes))
         begin_step()
         if rows is None:
             if self.stages.decide is not None:
@@ -80,22 +88,28 @@ class Runner:
             return
         decide = self.stages.decide if rows else self.stages.anchors
         assert decide is not None
-        decide(requests, step, self.workspace.packed(lanes, lanes * VERIFY_TILE))
+        packed = self.workspace.packed(lanes, lanes * VERIFY_TILE)
+        if rows and self.stages.host_lengths:
+            decide(requests, step)
+        else:
+            decide(requests, step, packed)
         self.stages.verify(requests, step, self.workspace.packed(lanes, rows or lanes))
 
-    def at_context(self, context: int) -> int:
-        """Let the idle slot read whole pages of anyone, up to `context` tokens; returns how many.
+    def at_context(self, lanes: int, context: int) -> int:
+        """Let the lanes read whole pages, up to `context` tokens each; returns how many.
 
-        What it writes goes to the scratch page, its last one."""
-        w, r = self.workspace, self.workspace.requests
-        pages = min(context // PAGE, w.pages_per_request - 1, w.num_pages - 1)
-        page = torch.arange(1, pages + 1, dtype=torch.int32, device=w.device)
-        r.page_SL[w.max_requests] = 0
-        r.page_SL[w.max_requests, :pages] = page
-        r.logical_SP[w.max_requests] = -1
-        r.logical_SP[w.max_requests, 1 : pages + 1] = page - 1
-        r.logical_SP[w.max_requests, 0] = pages
-        r.context_S[w.max_requests] = pages * PAGE
+        The pages may be anyone's; what is written goes to the scratch page, each lane's last."""
+        w = self.workspace
+        slots = sorted(set(self.slots(lanes)))
+        pages = min(context // PAGE, w.pages_per_request - 1, (w.num_pages - 1) // len(slots))
+        host = w.host_requests(len(slots))
+        host.context_S.fill_(pages * PAGE)
+        host.logical_SP[:, 0] = pages
+        for row in range(len(slots)):
+            page = torch.arange(1 + row * pages, 1 + (row + 1) * pages)
+            host.page_SL[row, :pages] = page.int()
+            host.logical_SP[row, page] = torch.arange(pages, dtype=torch.int32)
+        w.upload(host, slots)
         return pages * PAGE
 
     def milliseconds(self, lanes: int, rows: int | None) -> float:
@@ -133,23 +147,25 @@ def capture_buckets(
     lanes: Iterable[int],
     kinds: tuple[int | None, ...],
     costs: MeasuredCosts,
+    *,
+    alone: bool,
 ) -> None:
     """Capture and time every bucket of these lane counts that `costs` does not have yet.
 
-    `kinds`: see `bucket_kinds`."""
+    `kinds`: see `bucket_kinds`. `alone`: see `Runner`."""
     wanted = [
         (count, None if kind is None else kind * count)
         for count in sorted(lanes, reverse=True)
         for kind in kinds
     ]
     wanted = [bucket for bucket in wanted if bucket not in costs.table]
-    runner = Runner(workspace, stages)
+    runner = Runner(workspace, stages, alone)
     for count, rows in tqdm(wanted, desc="dscale: capture", unit="bucket", disable=not wanted):
         for _ in range(CAPTURE_RUNS):
             runner.step(count, rows)
-        near, far = (runner.at_context(context) for context in (0, LONG_CONTEXT))
+        near, far = (runner.at_context(count, context) for context in (0, LONG_CONTEXT))
         slow = runner.milliseconds(count, rows)
-        runner.at_context(near)
+        runner.at_context(count, near)
         fast = runner.milliseconds(count, rows)
         per_token = max(0.0, slow - fast) / (count * (far - near)) if far > near else 0.0
         costs.table[count, rows] = Cost(fast, per_token)
@@ -157,7 +173,7 @@ def capture_buckets(
 
 def linear_costs(workspace: Workspace, stages: Stages, lanes: int) -> LinearCosts:
     """Fit a line to eager steps of `lanes` lanes: a plain one and two drafted ones."""
-    runner, most = Runner(workspace, stages), VERIFY_TILE * lanes
+    runner, most = Runner(workspace, stages, alone=False), VERIFY_TILE * lanes
     plain = runner.milliseconds(lanes, 0)
     half, full = (runner.milliseconds(lanes, rows) for rows in (most // 2, most))
     row = max((full - half) / (most - most // 2), 1e-4)

@@ -1,0 +1,5 @@
+"""`python -m dscale`."""
+
+from dscale.cli import app
+
+app()
