@@ -14,6 +14,11 @@ from transformers import GenerationConfig
 from dscale.sampling import KNOWN, refuse_unsupported
 
 INPUTS = frozenset({"input_ids", "attention_mask"})
+OBJECTS = frozenset({"tokenizer", "stopping_criteria"})
+"""What a call may hand over besides tensors and fields of the config."""
+
+NEUTRAL = {"synced_gpus": False}
+"""Arguments that ask for nothing with this value."""
 COUNTS = ("max_new_tokens", "max_length", "num_return_sequences")
 
 
@@ -30,12 +35,16 @@ def check_arguments(
     fields = {**vars(of_model), **given, **{k: v for k, v in kwargs.items() if k in KNOWN}}
     refuse_unsupported(fields)
     for name, value in kwargs.items():
-        if name not in KNOWN | INPUTS and value is not None:
+        if name not in KNOWN | INPUTS | OBJECTS and value not in (None, NEUTRAL.get(name)):
             raise ValueError(
                 f"{name}: not supported by dscale yet, expected None, got {type(value).__name__}"
             )
     for name in COUNTS:
         _check_count(name, fields.get(name))
+    criteria = kwargs.get("stopping_criteria")
+    if criteria is not None and not (isinstance(criteria, list) and all(map(callable, criteria))):
+        raise _refusal("stopping_criteria", "a StoppingCriteriaList", criteria)
+    _check_stop_strings(fields.get("stop_strings"), kwargs.get("tokenizer"))
     if inputs is not None and kwargs.get("input_ids") is not None:
         raise ValueError("input_ids: expected None when inputs is given too")
     ids = inputs if inputs is not None else kwargs.get("input_ids")
@@ -54,6 +63,29 @@ def _check_inputs(ids: Any, mask: Any) -> None:
         shape = None if ids is None else tuple(ids.shape)
         if not isinstance(mask, Tensor) or tuple(mask.shape) != shape:
             raise _refusal("attention_mask", f"a tensor of the shape of input_ids, {shape}", mask)
+
+
+def stop_strings_of(generation_config: Any, of_model: Any, kwargs: Mapping[str, Any]) -> Any:
+    """The stop strings of a call after merging, or None."""
+    if "stop_strings" in kwargs:
+        return kwargs["stop_strings"]
+    given = getattr(generation_config, "stop_strings", None)
+    return given if given is not None else of_model.stop_strings
+
+
+def _check_stop_strings(stop_strings: Any, tokenizer: Any) -> None:
+    if stop_strings is None:
+        return
+    strings = [stop_strings] if isinstance(stop_strings, str) else stop_strings
+    if not (
+        isinstance(strings, list | tuple) and strings and all(isinstance(s, str) for s in strings)
+    ):
+        raise _refusal("stop_strings", "a string or a list of strings", stop_strings)
+    if tokenizer is None:
+        raise ValueError(
+            f"tokenizer: expected the model's tokenizer with stop_strings {stop_strings!r}, "
+            "got None"
+        )
 
 
 def _check_count(name: str, value: Any) -> None:

@@ -232,6 +232,15 @@ class Engine:
 
         self._worker.ask(end)
 
+    def stop(self, request: Request, length: int) -> None:
+        """End a request after its first `length` tokens; later ones, which it may have by now,
+        are dropped. Its slot and pages are free when this returns."""
+
+        def end(batcher: Batcher) -> None:
+            batcher.stop(request, length)
+
+        self._worker.ask(end)
+
     def check(self, request: Request) -> None:
         """Raise ValueError naming the field for which a request can never run here."""
         request.check(self.target.config.vocab_size)

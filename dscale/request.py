@@ -75,6 +75,22 @@ class Request:
         if self.sink is not None:
             self.sink(self, tokens)
 
+    def cut(self, length: int) -> tuple[int, int]:
+        """Drop the tokens after the first `length`, which stopped there, and their progress.
+        Returns how many tokens, and how many passes that brought only such, went."""
+        dropped = max(0, len(self.tokens) - length)
+        del self.tokens[length:]
+        left, passes = dropped, 0
+        while left:
+            last = self.progress.pop()
+            if last > left:
+                self.progress.append(last - left)
+            passes += last <= left
+            left -= min(last, left)
+        if dropped and self.finished:
+            self.finish_reason = "stop"
+        return dropped, passes
+
     def finish(self, reason: FinishReason, error: BaseException | None = None) -> None:
         """End the request and tell the sink, once."""
         if self.finished:

@@ -19,7 +19,7 @@ SUPPORTED = frozenset(
     {
         "max_new_tokens", "max_length", "do_sample", "temperature", "top_k", "top_p", "min_p",
         "eos_token_id", "pad_token_id", "bos_token_id", "return_dict_in_generate",
-        "num_return_sequences", "repetition_penalty",
+        "num_return_sequences", "repetition_penalty", "max_time", "stop_strings",
     }
 )  # fmt: skip
 """Fields of GenerationConfig that `generate` honours."""
@@ -87,15 +87,13 @@ def refuse_unsupported(fields: Mapping[str, Any]) -> None:
 
 
 def request_settings(generation_config: Any) -> dict[str, Any]:
-    """Sampling settings and stop ids of a merged config, as keyword arguments of Request.
+    """Sampling settings of a merged config, as keyword arguments of Request.
 
     Raises ValueError for values that transformers' own warpers refuse.
     """
-    stop = generation_config.eos_token_id
-    stop_ids = () if stop is None else tuple(torch.as_tensor(stop).long().flatten().tolist())
     penalty = _or(generation_config.repetition_penalty, 1.0)
     check_penalty(penalty)
-    settings: dict[str, Any] = {"stop_ids": stop_ids, "repetition_penalty": float(penalty)}
+    settings: dict[str, Any] = {"repetition_penalty": float(penalty)}
     if not generation_config.do_sample:
         return settings
     temperature = _or(generation_config.temperature, 1.0)

@@ -38,6 +38,12 @@ class Stats:
         self.drafted += rows - 1
         self.accepted += min(count, rows) - 1
 
+    def take_back(self, tokens: int, passes: int) -> None:
+        """Uncount tokens that were committed past a stop, of which `passes` passes brought nothing
+        else. The passes were made and stay counted."""
+        self.tokens -= tokens
+        self.accepted -= tokens - passes
+
     def reset(self) -> None:
         """Set every counter to zero."""
         for name, value in zip(self.__slots__, Stats()._values(), strict=True):

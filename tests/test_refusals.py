@@ -71,8 +71,8 @@ def refused(
 
 
 FIELDS: dict[str, Any] = {
-    "min_length": 12, "min_new_tokens": 4, "early_stopping": True, "max_time": 5.0,
-    "stop_strings": ["a"], "num_beams": 3, "use_mtp": True, "use_cache": False,
+    "min_length": 12, "min_new_tokens": 4, "early_stopping": True,
+    "num_beams": 3, "use_mtp": True, "use_cache": False,
     "cache_implementation": "static", "cache_config": {"a": 1}, "max_cache_len": 100,
     "top_h": 0.5, "typical_p": 0.5, "epsilon_cutoff": 0.1, "eta_cutoff": 0.1,
     "encoder_repetition_penalty": 1.2, "length_penalty": 2.0,
@@ -121,11 +121,11 @@ def test_other_caches(kind: str, refused: Refused) -> None:
 
 
 ARGUMENTS: dict[str, Any] = {
-    "logits_processor": LogitsProcessorList(), "stopping_criteria": [],
+    "logits_processor": LogitsProcessorList(),
     "prefix_allowed_tokens_fn": lambda *args: [1], "synced_gpus": True,
     "assistant_model": tiny_model(), "negative_prompt_ids": IDS,
     "negative_prompt_attention_mask": IDS, "custom_generate": "owner/name",
-    "tokenizer": object(), "assistant_tokenizer": object(), "use_model_defaults": True,
+    "assistant_tokenizer": object(), "use_model_defaults": True,
     "inputs_embeds": torch.zeros(1, 3, 32), "position_ids": IDS, "cache": DynamicCache(),
     "past_key_values": DynamicCache(), "token_type_ids": IDS, "labels": IDS, "logits_to_keep": 1,
     "max_new_token": 3, "trust_remote_code": True, "generator": torch.Generator(),
@@ -156,6 +156,20 @@ def test_sampling_settings(name: str, value: Any, refused: Refused) -> None:
 def test_settings_without_sampling(refused: Refused) -> None:
     refused("num_return_sequences", IDS, max_new_tokens=5, num_return_sequences=2)
     refused("seed", IDS, max_new_tokens=5, seed=3)
+
+
+STOPS: list[tuple[str, dict[str, Any]]] = [
+    ("tokenizer", {"stop_strings": ["a"]}), ("tokenizer", {"stop_strings": "a"}),
+    ("stop_strings", {"stop_strings": [3], "tokenizer": object()}),
+    ("stop_strings", {"stop_strings": [], "tokenizer": object()}),
+    ("stopping_criteria", {"stopping_criteria": max}),
+    ("stopping_criteria", {"stopping_criteria": [3]}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "kwargs"), STOPS)
+def test_stops(name: str, kwargs: dict[str, Any], refused: Refused) -> None:
+    refused(name, IDS, max_new_tokens=5, **kwargs)
 
 
 LENGTHS: list[tuple[str, Any]] = [
@@ -226,8 +240,6 @@ def test_streamers(refused: Refused) -> None:
     refused("streamer", IDS, streamer=1, max_new_tokens=5)
     refused("streamer", IDS, streamer=[print], max_new_tokens=5)
     for kwargs, name in (
-        ({"inputs": IDS.expand(2, -1)}, "streamer"),
-        ({"inputs": IDS, "do_sample": True, "num_return_sequences": 2}, "streamer"),
         ({"inputs": IDS, "num_beams": 2}, "num_beams"),
         ({"inputs": IDS, "foo": 2}, "foo"),
         ({"inputs": IDS + VOCAB}, "input_ids"),
