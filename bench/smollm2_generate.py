@@ -22,7 +22,15 @@ import dscale
 from bench.rows import RESULTS, environment, write_rows
 from dscale.text import read_prompts
 
-METHODS = ("generate_eager", "generate_static", "ar", "dflash")
+# Arguments of attach; a budget on the command line goes to the methods that have None.
+ATTACHED: dict[str, dict[str, Any]] = {
+    "ar": {"mode": "ar"},
+    "dflash": {"mode": "dflash", "budget": None},
+    "+tiles": {"mode": "+tiles", "budget": None},
+    "half": {"mode": "dscale", "budget": "half"},
+    "auto": {"mode": "dscale", "budget": "auto"},
+}
+METHODS = ("generate_eager", "generate_static", *ATTACHED)
 
 
 def main() -> None:
@@ -57,7 +65,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--drafter", type=Path, default=None, help="default: the one shipped")
-    parser.add_argument("--budget", type=int, default=None)
+    parser.add_argument("--predictor", type=Path, default=None, help="default: running product")
+    parser.add_argument("--budget", type=int, default=None, help="of dflash and +tiles")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--commit", default=None)
@@ -102,9 +111,13 @@ def measure(
     spec = None
     if method == "generate_static":
         settings["cache_implementation"] = "static"
-    elif method in ("ar", "dflash"):
-        drafter = args.drafter if method == "dflash" else None
-        spec = dscale.attach(model, drafter, budget=args.budget if drafter else None)
+    elif method in ATTACHED:
+        options = dict(ATTACHED[method])
+        if "budget" in options and options["budget"] is None:
+            options["budget"] = args.budget
+        if options["mode"] == "dscale":
+            options["predictor"] = args.predictor
+        spec = dscale.attach(model, None if method == "ar" else args.drafter, **options)
     try:
         began = time.perf_counter()
         for _ in range(2):
@@ -130,6 +143,7 @@ def measure(
         "tokens_per_s_max": round(rates[-1], 1),
         "tokens_per_pass": round(stats.tokens_per_pass, 3) if stats else 1.0,
         "step_ms": round(1e3 * stats.decode_seconds / stats.steps, 3) if stats else None,
+        "rows_per_pass": round(1 + stats.drafted / stats.passes, 2) if stats else None,
         "warm_up_s": round(warm_up, 1),
     }
 
@@ -147,10 +161,11 @@ def identity(
         ours = [model.generate(**inputs, **settings) for inputs in encoded]
         per_pass = spec.stats.tokens_per_pass
     # Plain generate() against itself in other batches: what rounding alone does.
+    small = max(1, size // 4)
     parts = [
-        {k: v[i : i + size // 4] for k, v in inputs.items()}
+        {k: v[i : i + small] for k, v in inputs.items()}
         for inputs in encoded
-        for i in range(0, inputs["input_ids"].shape[0], size // 4)
+        for i in range(0, inputs["input_ids"].shape[0], small)
     ]
     again = [row for part in parts for row in model.generate(**part, **settings)]
     control = sum(
@@ -166,7 +181,7 @@ def identity(
     summary = base | {
         "prompts": len(prompts),
         "identical": len(prompts) - len(gaps),
-        "plain_in_batches": [size, size // 4],
+        "plain_in_batches": [size, small],
         "plain_identical_to_itself": control,
         "new_tokens": args.new_tokens,
         "tokens_per_pass": round(per_pass, 3),
