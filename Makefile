@@ -10,8 +10,10 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 demo: $(READY)
 	$(BIN)/python recipes/hello.py
 
+# One thread in each of up to four processes; the model is fetched before they race for it.
 test: lint types
-	$(BIN)/python -m pytest
+	$(BIN)/python -c 'import dscale.demo; dscale.demo.target()'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 lint: $(READY)
 	$(BIN)/ruff check .
