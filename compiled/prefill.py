@@ -57,12 +57,16 @@ class Prefill(nn.Module):
         end_N = chunk.rows.position_R[chunk.last_N] + 1
         requests.context_S.index_put_((step.slot_N,), end_N.int())
         requests.live_S.index_put_((step.slot_N,), chunk.ends_N)
-        logits = self.target.logits(hidden[chunk.last_N])
-        slot_N, mark = step.slot_N, self.chooser.penalty
-        if mark:
+        choice_N = self.choose(requests, step, self.target.logits(hidden[chunk.last_N]), end_N)
+        mark = self.chooser.penalty
+        commit(requests, step, choice_N[:, None], chunk.last_N * 0, advance=False, mark=mark)
+
+    def choose(self, requests: Requests, step: Step, logits: Tensor, end_N: Tensor) -> Tensor:
+        """The token after each lane's chunk, int64 `[N]`, from its logits `[N, V]`."""
+        slot_N = step.slot_N
+        if self.chooser.penalty:
             # Behind a prompt there is no block yet.
-            block_NC = chunk.last_N[:, None][:, :0]
+            block_NC = slot_N[:, None][:, :0]
             penalty_N = requests.penalty_S[slot_N]
             logits = penalise(logits, requests.seen_SV, slot_N, penalty_N, block_NC)
-        choice_N = choose(logits, end_N, requests.sampling(slot_N), self.chooser)
-        commit(requests, step, choice_N[:, None], chunk.last_N * 0, advance=False, mark=mark)
+        return choose(logits, end_N, requests.sampling(slot_N), self.chooser)

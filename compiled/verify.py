@@ -64,14 +64,20 @@ class Verify(nn.Module):
         self, requests: Requests, step: Step, token_M: Tensor, rows: Rows, paging: Paging
     ) -> Tensor:
         """The target's token after each row, int64 `[M]`; both caches get the rows."""
-        hidden, taps = self.target(token_M, rows, paging, self.pool, self.tile)
-        if self.drafter is not None and self.draft_pool is not None and taps is not None:
-            # Rejected rows enter the draft cache too: the next block overwrites their slots before
-            # they are read.
-            self.drafter.write_context(taps, rows.position_R, rows.slot_R, self.draft_pool)
+        hidden = self.run(token_M, rows, paging)
         slot_M, logits = step.slot_N[rows.lane_R], self.target.logits(hidden)
         if self.chooser.penalty:
             block_MC = block_before(token_M, rows.tile_row_R, self.rows - 1)
             penalty_M = requests.penalty_S[slot_M]
             logits = penalise(logits, requests.seen_SV, slot_M, penalty_M, block_MC)
         return choose(logits, rows.position_R + 1, requests.sampling(slot_M), self.chooser)
+
+    def run(self, token_M: Tensor, rows: Rows, paging: Paging) -> Tensor:
+        """The target's hidden states `[M, D]`; both caches get the rows."""
+        hidden: Tensor
+        hidden, taps = self.target(token_M, rows, paging, self.pool, self.tile)
+        if self.drafter is not None and self.draft_pool is not None and taps is not None:
+            # Rejected rows enter the draft cache too: the next block overwrites their slots before
+            # they are read.
+            self.drafter.write_context(taps, rows.position_R, rows.slot_R, self.draft_pool)
+        return hidden

@@ -14,7 +14,9 @@ from transformers import GenerationConfig
 from dscale.sampling import KNOWN, refuse_unsupported
 
 INPUTS = frozenset({"input_ids", "attention_mask"})
-OBJECTS = frozenset({"tokenizer", "stopping_criteria"})
+OBJECTS = frozenset(
+    {"tokenizer", "stopping_criteria", "logits_processor", "prefix_allowed_tokens_fn"}
+)
 """What a call may hand over besides tensors and fields of the config."""
 
 NEUTRAL = {"synced_gpus": False}
@@ -41,9 +43,15 @@ def check_arguments(
             )
     for name in COUNTS:
         _check_count(name, fields.get(name))
-    criteria = kwargs.get("stopping_criteria")
-    if criteria is not None and not (isinstance(criteria, list) and all(map(callable, criteria))):
-        raise _refusal("stopping_criteria", "a StoppingCriteriaList", criteria)
+    for name in ("stopping_criteria", "logits_processor"):
+        given_list = kwargs.get(name)
+        if given_list is not None and not (
+            isinstance(given_list, list) and all(map(callable, given_list))
+        ):
+            raise _refusal(name, "a list of callables, as transformers'", given_list)
+    allowed = kwargs.get("prefix_allowed_tokens_fn")
+    if allowed is not None and not callable(allowed):
+        raise _refusal("prefix_allowed_tokens_fn", "a function", allowed)
     _check_stop_strings(fields.get("stop_strings"), kwargs.get("tokenizer"))
     if inputs is not None and kwargs.get("input_ids") is not None:
         raise ValueError("input_ids: expected None when inputs is given too")

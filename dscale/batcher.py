@@ -160,7 +160,11 @@ class Batcher:
             left -= length
         if not group:
             return
-        ended = self.core.prefill(group, lengths)
+        ended: list[Request] = []
+        for guided in (False, True):
+            part = [i for i, r in enumerate(group) if (r.guide is not None) == guided]
+            if part:
+                ended += self.core.prefill([group[i] for i in part], [lengths[i] for i in part])
         done = [r for r in group if r.prefilled == len(r.prompt)]
         self.filling = [r for r in self.filling if r not in done]
         self.live += [r for r in done if r not in ended]
@@ -171,18 +175,23 @@ class Batcher:
 
     def _decode(self) -> None:
         launched: tuple[Decoding, Launch] | None = None
-        if self.live:
+        live = [r for r in self.live if r.guide is None]
+        if live:
             if self._decoding is None:
-                self._decoding = self.core.decoding(self.live)
-            launched = (self._decoding, self._decoding.launch(list(self.live)))
+                self._decoding = self.core.decoding(live)
+            launched = (self._decoding, self._decoding.launch(live))
             if self._decoding.late:
                 launched, self._pending = self._pending, launched
         else:
             launched, self._pending = self._pending, None
-        if launched is None:
-            return
-        decoding, launch = launched
-        for request in decoding.finish(launch):
+        ended = []
+        if launched is not None:
+            decoding, launch = launched
+            ended += decoding.finish(launch)
+        guided = [r for r in self.live if r.guide is not None]
+        if guided:
+            ended += self.core.guided_step(guided)
+        for request in ended:
             self.live.remove(request)
             self._end(request, finish_reason(request))
 
@@ -198,5 +207,7 @@ class Batcher:
 
 def finish_reason(request: Request) -> FinishReason:
     """Why a request that ran to its end ended."""
+    if request.error is not None:
+        return "error"
     stopped = bool(request.tokens) and request.tokens[-1] in request.stop_ids
     return "eos" if stopped else "length"

@@ -18,6 +18,7 @@ from dscale.compiled.sampling import Chooser
 from dscale.compiled.target import Target
 from dscale.config import EngineConfig
 from dscale.decode import Decoding
+from dscale.host import HostStages, host_stages
 from dscale.policy import AutoBudget, FixedBudget, Policy
 from dscale.prefill import make_chunk
 from dscale.request import Request
@@ -52,6 +53,7 @@ class Core:
     _stages: dict[Chooser, Stages] = field(default_factory=dict)
     _policies: dict[Chooser, Policy | None] = field(default_factory=dict)
     _costs: dict[Chooser, MeasuredCosts] = field(default_factory=dict)
+    _host: HostStages | None = None
 
     @property
     def rows(self) -> int:
@@ -89,7 +91,10 @@ class Core:
 
         Those whose prompt ends commit their first token; returns the ones that end with it."""
         assert self.workspace is not None
-        stages = self.stages(chooser_of(requests))
+        if any(r.guide is not None for r in requests):
+            stages: Stages = self._host_stages(requests)
+        else:
+            stages = self.stages(chooser_of(requests))
         chunk = make_chunk(requests, lengths, self.workspace.device, self.flex)
         step = self.workspace.assign([r.slot for r in requests])
         stages.prefill(self.workspace.requests, step, chunk)
@@ -102,16 +107,46 @@ class Core:
         for request, row in zip(requests, step.result_NX.tolist(), strict=True):
             if request.prefilled < len(request.prompt):
                 continue
+            if request.error is not None:
+                ended.append(request)
+                continue
             request.give(row[TOKENS][: row[COUNT]])
             if not row[LIVE]:
                 ended.append(request)
         return ended
 
+    def guided_step(self, live: list[Request]) -> list[Request]:
+        """One decode step of guided requests, on the host path; returns those that end."""
+        assert self.workspace is not None
+        decoding = Decoding(
+            self.workspace,
+            self._host_stages(live),
+            self.stats,
+            rows=self.rows,
+            policy=None,
+            late=False,
+            padded=self.flex,
+        )
+        self.stats.uncaptured_steps += 1
+        ended = decoding.finish(decoding.launch(live))
+        return ended + [r for r in live if r.error is not None and r not in ended]
+
+    def _host_stages(self, live: list[Request]) -> Stages:
+        assert self.workspace is not None
+        if self._host is None:
+            self._host = host_stages(
+                self.target, self.drafter, self.workspace, self.config, self.rows, self.flex
+            )
+        self._host.lanes(live)
+        return self._host
+
     def prepare(self, requests: list[Request]) -> None:
         """Time what the budget policy needs for so many requests; best while none is placed."""
-        chooser = chooser_of(requests)
-        self.stages(chooser)
-        self._policy(chooser, len(requests), alone=True)
+        requests = [r for r in requests if r.guide is None]
+        if requests:
+            chooser = chooser_of(requests)
+            self.stages(chooser)
+            self._policy(chooser, len(requests), alone=True)
 
     def warm_up(self, requests: list[Request]) -> None:
         """Make room for these requests, and compile and capture what they may need."""
@@ -194,7 +229,7 @@ class Core:
 
     def close(self) -> None:
         """Let the workspace go, and everything made for it."""
-        self.workspace = None
+        self.workspace = self._host = None
         for made in (self._stages, self._policies, self._costs):
             made.clear()
 

@@ -84,6 +84,10 @@ class Attachment:
                 f"num_return_sequences: expected 1 of a submitted prompt, got {len(made.requests)}"
             )
         request: Request = made.requests[0]
+        if request.guide is not None and (request.guide.keep_scores or request.guide.keep_logits):
+            raise ValueError(
+                "output_scores, output_logits: expected False of a submitted prompt, got True"
+            )
         if made.judge is not None:
             raise ValueError(
                 "stopping_criteria: expected None, no stop_strings and no max_time of a submitted "
@@ -105,7 +109,13 @@ class Attachment:
         of_model = self.model.generation_config
         check_arguments(inputs, generation_config, of_model, kwargs)
         self._check_weights()
-        call = Call(streamer, seed, tokenizer=kwargs.get("tokenizer"))
+        call = Call(
+            streamer,
+            seed,
+            tokenizer=kwargs.get("tokenizer"),
+            processors=list(kwargs.get("logits_processor") or []),
+            allowed_tokens=kwargs.get("prefix_allowed_tokens_fn"),
+        )
         call.stop_strings = stop_strings_of(generation_config, of_model, kwargs)
         kwargs = {k: v for k, v in kwargs.items() if k in KNOWN | INPUTS | OBJECTS}
         kwargs.pop("tokenizer", None)

@@ -13,6 +13,7 @@ from transformers import MaxLengthCriteria, PreTrainedModel, RepetitionPenaltyLo
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from dscale.engine import Engine
+from dscale.guide import Guide, Processors
 from dscale.request import Request
 from dscale.sampling import refuse_unsupported, request_settings, row_seeds
 from dscale.stopping import Judge, add_stop_strings, length_limit, needs_judge, stop_ids
@@ -26,6 +27,8 @@ class Call:
     seed: int | list[int] | None = None
     stop_strings: Any = None
     tokenizer: Any = None
+    processors: list[Any] = field(default_factory=list)
+    allowed_tokens: Any = None
 
 
 @dataclass(slots=True)
@@ -53,23 +56,32 @@ class Loop:
         **model_kwargs: Any,
     ) -> Tensor | GenerateDecoderOnlyOutput:
         mask = model_kwargs.get("attention_mask")
-        made = self.prepare(
-            input_ids, mask, logits_processor, stopping_criteria, generation_config
-        )
+        processors = self._processors(model, logits_processor)
+        made = self.prepare(input_ids, mask, processors, stopping_criteria, generation_config)
         self.engine.generate(made.requests, self._watcher(made))
         sequences = assemble(input_ids, made.requests, made.judge, generation_config)
         for criterion in made.criteria if made.judge is None else ():
             if type(criterion) is MaxLengthCriteria:  # warns of a text longer than the model's
                 criterion(sequences[:, :-1], None)
-        if generation_config.return_dict_in_generate:
-            return GenerateDecoderOnlyOutput(sequences=sequences)
-        return sequences
+        if not generation_config.return_dict_in_generate:
+            return sequences
+        steps = range(sequences.shape[1] - input_ids.shape[1])
+        guides = [r.guide for r in made.requests if r.guide is not None]
+        kept: dict[str, Any] = {"scores": None, "logits": None}
+        for name in kept:
+            if guides and getattr(guides[0], f"keep_{name}"):
+                kept[name] = tuple(of_step([getattr(g, name) for g in guides], i) for i in steps)
+        return GenerateDecoderOnlyOutput(sequences=sequences, **kept)
+
+    def _processors(self, model: PreTrainedModel, prepared: Any) -> Processors:
+        call = self.call
+        return Processors(model, prepared, call.processors, call.allowed_tokens)
 
     def prepare(
         self,
         input_ids: Tensor,
         mask: Tensor | None,
-        processors: Any,
+        processors: Processors,
         stopping_criteria: Any,
         generation_config: Any,
     ) -> Prepared:
@@ -77,9 +89,9 @@ class Loop:
         refuse_unsupported(vars(generation_config))
         criteria = list(stopping_criteria or [])
         add_stop_strings(criteria, self.call.stop_strings, self.call.tokenizer)
-        requests = self.requests(input_ids, mask, criteria, generation_config)
-        if mask is not None:
-            seen = seen_padding(input_ids, mask, processors or [])
+        requests = self.requests(input_ids, mask, criteria, processors, generation_config)
+        if mask is not None and requests[0].guide is None:
+            seen = seen_padding(input_ids, mask, processors.prepared)
             for request, ids in zip(requests, seen, strict=True):
                 # What the model cannot say needs no penalty.
                 vocab = self.engine.target.config.vocab_size
@@ -90,7 +102,12 @@ class Loop:
         return Prepared(requests, judge, criteria)
 
     def requests(
-        self, input_ids: Tensor, mask: Tensor | None, criteria: list[Any], generation_config: Any
+        self,
+        input_ids: Tensor,
+        mask: Tensor | None,
+        criteria: list[Any],
+        processors: Processors,
+        generation_config: Any,
     ) -> list[Request]:
         """One request per row, its padding dropped."""
         settings = request_settings(generation_config)
@@ -103,6 +120,10 @@ class Loop:
             raise ValueError(
                 "attention_mask: expected left padding, got a row that ends in padding"
             )
+        guides: list[Guide | None] = [None] * num_rows
+        if processors.needed(generation_config):
+            settings = {}
+            guides = list(processors.guides(input_ids, mask, generation_config, seeds))
         kept = (
             [row[m] for row, m in zip(input_ids, mask.bool(), strict=True)]
             if mask is not None
@@ -114,9 +135,10 @@ class Loop:
                 max_new_tokens=length_limit(criteria, generation_config.max_length, length),
                 stop_ids=stop_ids(criteria),
                 seed=seed,
+                guide=guide,
                 **settings,
             )
-            for ids, seed in zip(kept, seeds, strict=True)
+            for ids, seed, guide in zip(kept, seeds, guides, strict=True)
         ]
 
     def _watcher(self, made: Prepared) -> Callable[[int, list[int]], None] | None:
@@ -124,11 +146,15 @@ class Loop:
         if made.judge is None:
             return None if self.call.streamer is None else self._put_row
         judge = made.judge
+        guides = [r.guide for r in made.requests if r.guide is not None and r.guide.keep_scores]
+        scores: list[Tensor] = []
 
         def watch(index: int, tokens: list[int]) -> None:
             judge.take(index, tokens)
             while judge.ready():
-                token_N, stopped = judge.judge(None)
+                if guides:
+                    scores.append(of_step([g.scores for g in guides], judge.steps))
+                token_N, stopped = judge.judge(tuple(scores) if guides else None)
                 if self.call.streamer is not None:
                     self.call.streamer.put(token_N.cpu())
                 for row in stopped if judge.pads else ():
@@ -157,9 +183,14 @@ class Preparation(Loop):
         **model_kwargs: Any,
     ) -> Any:
         mask = model_kwargs.get("attention_mask")
-        return self.prepare(
-            input_ids, mask, logits_processor, stopping_criteria, generation_config
-        )
+        processors = self._processors(model, logits_processor)
+        return self.prepare(input_ids, mask, processors, stopping_criteria, generation_config)
+
+
+def of_step(kept: list[list[Tensor]], step: int) -> Tensor:
+    """What the rows' guides kept at a step, [rows, vocab]; 0 for rows that had ended."""
+    there = next(row[step] for row in kept if len(row) > step)
+    return torch.cat([row[step] if len(row) > step else torch.zeros_like(there) for row in kept])
 
 
 def seen_padding(input_ids: Tensor, mask: Tensor, processors: list[Any]) -> list[list[int]]:

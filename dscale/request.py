@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from dscale.guide import Guide
 from dscale.pages import pages_for
 
 FinishReason = Literal["eos", "stop", "length", "cancelled", "error"]
@@ -15,14 +16,14 @@ Sink = Callable[["Request", list[int]], None]
 """Sees a request's newly committed tokens once, in order, and at its end an empty list."""
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Request:
     """A prompt and how to continue it.
 
     `temperature` 0 is greedy. `top_k` 0, `top_p` 1, `min_p` 0 and `repetition_penalty` 1 are off.
     The penalty counts the prompt and the request's own tokens as seen, and `also_seen`: ids that
     are in no context, as transformers' padding. `seed` keys the sampling noise together with the
-    absolute position.
+    absolute position. `guide`: chooses its tokens on the host, and the fields of sampling are off.
 
     What comes out: `tokens` grows by each step's progress; `progress` has one entry per decode
     pass. `finish_reason` is set at the end, with `error` where it is "error". `queued_at`,
@@ -39,6 +40,7 @@ class Request:
     repetition_penalty: float = 1.0
     also_seen: list[int] = field(default_factory=list)
     seed: int = 0
+    guide: Guide | None = None
     tokens: list[int] = field(default_factory=list)
     progress: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
@@ -96,7 +98,7 @@ class Request:
         if self.finished:
             return
         self.finished_at = time.time()
-        self.finish_reason, self.error = reason, error
+        self.finish_reason, self.error = reason, error or self.error
         if self.sink is not None:
             self.sink(self, [])
 

@@ -27,6 +27,22 @@ def same(ours: Any, want: Any) -> bool:
     return ours.dtype == want.dtype and torch.equal(ours, want)
 
 
+def check(want: Any, ours: Any, length: int, eos: Any = ()) -> None:
+    """Equal ids, and the numbers of every token up to its row's end."""
+    ended = torch.isin(want.sequences, torch.tensor(eos))
+    assert torch.equal(ours.sequences, want.sequences)
+    assert list(ours) == [name for name in want if name in ("sequences", "scores", "logits")]
+    steps = want.sequences.shape[1] - length
+    for name in ("scores", "logits"):
+        a, b = getattr(want, name), getattr(ours, name)
+        assert type(b) is tuple
+        assert len(a) == len(b) == steps
+        for step, (x, y) in enumerate(zip(a, b, strict=True)):
+            assert (y.shape, y.dtype, y.device) == (x.shape, torch.float32, x.device)
+            alive = ~ended[:, length : length + step].any(1)
+            torch.testing.assert_close(y[alive], x[alive], rtol=1e-4, atol=2e-4)
+
+
 class Letters:
     """A tokenizer of words of four letters, one for every id."""
 

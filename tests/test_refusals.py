@@ -10,8 +10,9 @@ from tiny import VOCAB, left_padded, plain, prompt, tiny_drafter, tiny_model
 from transformers import (
     CompileConfig,
     DynamicCache,
+    EncoderNoRepeatNGramLogitsProcessor,
     GenerationConfig,
-    LogitsProcessorList,
+    PrefixConstrainedLogitsProcessor,
     WatermarkingConfig,
 )
 
@@ -71,18 +72,11 @@ def refused(
 
 
 FIELDS: dict[str, Any] = {
-    "min_length": 12, "min_new_tokens": 4, "early_stopping": True,
-    "num_beams": 3, "use_mtp": True, "use_cache": False,
+    "early_stopping": True, "num_beams": 3, "use_mtp": True, "use_cache": False,
     "cache_implementation": "static", "cache_config": {"a": 1}, "max_cache_len": 100,
-    "top_h": 0.5, "typical_p": 0.5, "epsilon_cutoff": 0.1, "eta_cutoff": 0.1,
-    "encoder_repetition_penalty": 1.2, "length_penalty": 2.0,
-    "no_repeat_ngram_size": 2, "bad_words_ids": [[3]], "renormalize_logits": True,
-    "forced_bos_token_id": 4, "forced_eos_token_id": 3, "remove_invalid_values": True,
-    "exponential_decay_length_penalty": (2, 1.1), "suppress_tokens": [3],
-    "begin_suppress_tokens": [3], "sequence_bias": {(3,): 1.0}, "token_healing": True,
-    "guidance_scale": 2.0, "watermarking_config": WatermarkingConfig(),
-    "output_attentions": True, "output_hidden_states": True, "output_scores": True,
-    "output_logits": True, "encoder_no_repeat_ngram_size": 2, "decoder_start_token_id": 3,
+    "length_penalty": 2.0, "token_healing": True, "guidance_scale": 2.0,
+    "watermarking_config": WatermarkingConfig(), "output_attentions": True,
+    "output_hidden_states": True, "decoder_start_token_id": 3,
     "is_assistant": True, "num_assistant_tokens": 3, "num_assistant_tokens_schedule": "heuristic",
     "assistant_confidence_threshold": 0.1, "prompt_lookup_num_tokens": 3,
     "max_matching_ngram_size": 3, "assistant_early_exit": 2, "assistant_lookbehind": 3,
@@ -121,8 +115,7 @@ def test_other_caches(kind: str, refused: Refused) -> None:
 
 
 ARGUMENTS: dict[str, Any] = {
-    "logits_processor": LogitsProcessorList(),
-    "prefix_allowed_tokens_fn": lambda *args: [1], "synced_gpus": True,
+    "synced_gpus": True,
     "assistant_model": tiny_model(), "negative_prompt_ids": IDS,
     "negative_prompt_attention_mask": IDS, "custom_generate": "owner/name",
     "assistant_tokenizer": object(), "use_model_defaults": True,
@@ -164,12 +157,31 @@ STOPS: list[tuple[str, dict[str, Any]]] = [
     ("stop_strings", {"stop_strings": [], "tokenizer": object()}),
     ("stopping_criteria", {"stopping_criteria": max}),
     ("stopping_criteria", {"stopping_criteria": [3]}),
+    ("logits_processor", {"logits_processor": max}),
+    ("logits_processor", {"logits_processor": [3]}),
+    ("prefix_allowed_tokens_fn", {"prefix_allowed_tokens_fn": [1]}),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "kwargs"), STOPS)
 def test_stops(name: str, kwargs: dict[str, Any], refused: Refused) -> None:
     refused(name, IDS, max_new_tokens=5, **kwargs)
+
+
+OWN = lambda ids, scores: scores  # noqa: E731
+ROWS: dict[str, Any] = {
+    "function": OWN,
+    "PrefixConstrained": PrefixConstrainedLogitsProcessor(lambda row, ids: [3], 1),
+    "EncoderNoRepeatNGram": EncoderNoRepeatNGramLogitsProcessor(2, IDS),
+}
+
+
+@pytest.mark.parametrize("kind", ROWS)
+def test_processors_of_a_batch(kind: str, refused: Refused) -> None:
+    batch = left_padded([prompt(9), prompt(4)])
+    refused("logits_processor", **batch, max_new_tokens=5, logits_processor=[ROWS[kind]])
+    settings = {"do_sample": True, "num_return_sequences": 2, "max_new_tokens": 5}
+    refused("logits_processor", IDS, logits_processor=[ROWS[kind]], **settings)
 
 
 LENGTHS: list[tuple[str, Any]] = [
