@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: demo test lint types setup clean
+.PHONY: demo test soak lint types setup clean
 
 demo: $(READY)
 	$(BIN)/python recipes/hello.py
@@ -14,6 +14,9 @@ demo: $(READY)
 test: lint types
 	$(BIN)/python -c 'import dscale.demo; dscale.demo.target()'
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
+
+soak: $(READY)
+	PYTHONPATH=tests $(BIN)/python tests/soak.py
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from itertools import islice
 
 from dscale.core import Core
 from dscale.decode import Decoding, Launch
@@ -20,8 +21,9 @@ class Batcher:
     """Runs any number of requests through one core.
 
     Admission is first in, first out: a request enters when there is a slot and pages for its worst
-    case, so it never has to leave again and nothing can lock up. When nothing is placed, the
-    workspace grows to what waits. Prompts are prefilled a chunk at a time between decode steps."""
+    case, so it never has to leave again and nothing can lock up. A workspace without a fixed pool
+    grows to what waits when nothing is placed; where twice its size would be put to use, nothing
+    is admitted until then. Prompts are prefilled a chunk at a time between decode steps."""
 
     core: Core
     waiting: deque[Request] = field(default_factory=deque)
@@ -29,6 +31,8 @@ class Batcher:
     live: list[Request] = field(default_factory=list)
     _allocator: PageAllocator = field(default_factory=lambda: PageAllocator(1))
     _slots: list[int] = field(default_factory=list)
+    _draining: bool = False
+    _at_limit: bool = False
     _decoding: Decoding | None = None
     _pending: tuple[Decoding, Launch] | None = None
 
@@ -42,10 +46,13 @@ class Batcher:
         """Pages that no placed request holds."""
         return self._allocator.num_free
 
+    @property
+    def num_free_slots(self) -> int:
+        """Requests that could be placed besides those that are."""
+        return len(self._slots)
+
     def add(self, requests: list[Request]) -> None:
         """Queue requests, in order."""
-        for request in requests:
-            request.queued_at = time.time()
         self.waiting.extend(requests)
         self.core.stats.requests += len(requests)
 
@@ -66,16 +73,18 @@ class Batcher:
         self.cancel(request, "stop")
 
     def fail(self, error: BaseException) -> None:
-        """End every request with `error`, after a step broke: nothing on the device is trusted."""
+        """End every placed request with `error`, after a step broke: nothing on the device is
+        trusted. Those that wait go on, but where none was placed the first of them is to blame."""
+        failed = [*self.live, *self.filling]
+        if not failed and self._pending is None and self.waiting:
+            failed.append(self.waiting.popleft())
         self._pending = None
-        self._decoding = None
-        for request in (*self.live, *self.filling, *self.waiting):
-            request.finish("error", error)
-        self.live.clear()
-        self.filling.clear()
-        self.waiting.clear()
+        self.live, self.filling = [], []
         self.core.close()
         self._reset()
+        for request in failed:
+            request.slot, request.pages = -1, []
+            request.finish("error", error)
 
     def round(self) -> None:
         """Admit what fits, prefill one chunk, start one decode step and read one."""
@@ -92,14 +101,20 @@ class Batcher:
         if self.busy:
             raise ValueError("warm_up: expected no request to be running")
         before = self.core.workspace
-        self.core.warm_up(requests)
-        if self.core.workspace is not before:
-            self._reset()
+        try:
+            self.core.warm_up(requests)
+        finally:
+            if self.core.workspace is not before:
+                self._reset()
 
     def _admit(self) -> None:
-        placed = self.filling or self.live or self._pending
-        if self.waiting and not placed:
+        if not (self.filling or self.live or self._pending):
+            self._draining = False
             self._grow()
+        else:
+            self._draining = self._draining or self._outgrown()
+        if self._draining:
+            return
         new: list[Request] = []
         while self.waiting and self._slots:
             request = self.waiting[0]
@@ -110,18 +125,33 @@ class Batcher:
             request.pages = self._allocator.take(request.num_pages)
             new.append(request)
         if new:
-            self.core.place(new)
             self.filling += new
+            self.core.place(new)
             self._decoding = None
+
+    def _outgrown(self) -> bool:
+        """Whether what waits could use twice the workspace, and there may be one."""
+        workspace, fixed = self.core.workspace, self.core.config.pool_tokens is not None
+        if not self.waiting or fixed or self._at_limit or workspace is None:
+            return False
+        running = [*self.live, *self.filling]
+        waiting = islice(self.waiting, max(0, self._most - len(running)))
+        need = self.core.sizes([*running, *waiting])
+        return (
+            need["max_requests"] >= 2 * workspace.max_requests
+            or need["num_pages"] >= 2 * workspace.num_pages
+        )
+
+    @property
+    def _most(self) -> int:
+        """Requests that may run at once: a decode step has at most MAX_LANES lanes."""
+        return self.core.config.max_concurrency or MAX_LANES
 
     def _grow(self) -> None:
         """Make room for as many waiting requests as may run together; refuse the first alone when
         it cannot run at all."""
         before = self.core.workspace
-        config = self.core.config
-        # An adaptive step has at most MAX_LANES lanes.
-        most = config.max_concurrency or (MAX_LANES if config.adaptive else len(self.waiting))
-        count = min(len(self.waiting), most)
+        count = min(len(self.waiting), self._most)
         while self.waiting and count:
             try:
                 first = [self.waiting[i] for i in range(count)]
@@ -133,7 +163,7 @@ class Batcher:
                     self.waiting.popleft().finish("error", error)
                     count = min(len(self.waiting), 1)
                 else:
-                    count = (count + 1) // 2
+                    count, self._at_limit = (count + 1) // 2, True
         if self.core.workspace is not before:
             self._reset()
 
@@ -142,7 +172,7 @@ class Batcher:
         self._decoding = None
         self._allocator = PageAllocator(workspace.num_pages if workspace is not None else 1)
         most = 0 if workspace is None else workspace.max_requests
-        self._slots = list(range(min(most, self.core.config.max_concurrency or most)))
+        self._slots = list(range(min(most, self._most)))
 
     def _fill(self) -> None:
         """Prefill the next chunk: of every request there is, or while others decode, one chunk's

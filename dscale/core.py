@@ -19,6 +19,7 @@ from dscale.compiled.target import Target
 from dscale.config import EngineConfig
 from dscale.decode import Decoding
 from dscale.host import HostStages, host_stages
+from dscale.kernels.ops import MAX_LANES
 from dscale.policy import AutoBudget, FixedBudget, Policy
 from dscale.prefill import make_chunk
 from dscale.request import Request
@@ -237,6 +238,7 @@ class Core:
         """Sizes these requests need, rounded up so that the next ones rarely need more."""
         num_pages = 1 + sum(r.num_pages for r in requests)
         per_request = 1 << (max(r.num_pages for r in requests) - 1).bit_length()
+        most = self.config.max_concurrency or len(requests)
         capacity = self.config.pool_tokens
         if capacity is None:
             num_pages = max(-(-num_pages // 16) * 16, per_request)
@@ -248,10 +250,12 @@ class Core:
                     f"max_new_tokens + {2 * VERIFY_TILE} of each of {len(requests)} requests, in "
                     f"pages of {PAGE}), got {capacity}"
                 )
-            num_pages, per_request = limit, min(per_request, limit)
+            # Nothing grows later: any request that fits at all must find its place at any time.
+            most = self.config.max_concurrency or min(limit - 1, MAX_LANES)
+            num_pages = per_request = limit
         stop_ids = max(len(r.stop_ids) for r in requests)
         return {
-            "max_requests": bucket_of(len(requests)),
+            "max_requests": bucket_of(most),
             "num_pages": num_pages,
             "pages_per_request": per_request,
             "stop_ids": max(STOP_IDS, 1 << (stop_ids - 1).bit_length() if stop_ids else 0),

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 import weakref
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -22,8 +23,9 @@ from dscale.compiled.predictor import Predictor
 from dscale.compiled.target import Target
 from dscale.config import EngineConfig
 from dscale.core import Core
-from dscale.handle import Handle, Result, refused
-from dscale.request import Request
+from dscale.errors import ClosedError
+from dscale.handle import Handle, Result, refused, result_of
+from dscale.request import Request, token_ids
 from dscale.stats import Stats
 from dscale.worker import Worker
 
@@ -32,8 +34,8 @@ OnTokens = Callable[[int, list[int]], None]
 Prepare = Callable[[list[int], GenerationConfig | None, int | None, dict[str, Any]], Request]
 
 
-def _deliver(done: SimpleQueue[Result], handle: Handle, request_id: str) -> None:
-    done.put(replace(handle.result(), request_id=request_id))
+def _deliver(done: SimpleQueue[Result], request: Request, request_id: str) -> None:
+    done.put(result_of(request_id, request))
 
 
 def _without_model(*arguments: object) -> Request:
@@ -62,6 +64,7 @@ class Engine:
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._open: dict[str, Handle] = {}
+        self._unread: dict[str, Handle] = {}
         self.batcher = Batcher(Core(target, drafter, predictor, config, self.stats))
         self._worker = Worker(self.batcher)
         # The thread knows nothing of the engine, so that an engine nobody holds is closed.
@@ -96,6 +99,9 @@ class Engine:
             self.check(request)
         news: SimpleQueue[tuple[int, list[int]]] = SimpleQueue()
         for index, request in enumerate(requests):
+            if request.queued_at is not None:
+                raise ValueError(f"requests: expected new ones, number {index} has run before")
+            request.queued_at = time.time()
             request.sink = lambda _, tokens, index=index: news.put((index, tokens))
         self._worker.tell(lambda batcher: batcher.add(requests))
         left = len(requests)
@@ -110,8 +116,9 @@ class Engine:
             self.cancel(requests)
             raise
         finally:
-            self.stats.calls += any(r.prefilled for r in requests)
-            self.stats.last_progress = [r.progress for r in requests]
+            with self._lock:
+                self.stats.calls += any(r.prefilled for r in requests)
+                self.stats.last_progress = [r.progress for r in requests]
         failed = next((r for r in requests if r.error is not None), None)
         if failed is not None and failed.error is not None:
             raise failed.error
@@ -133,18 +140,18 @@ class Engine:
         `generate`. `seed` keys its sampling noise; without one it is drawn from torch's global
         generator. Raises ValueError for a request that cannot run, naming the argument: nothing is
         queued then, and other requests go on."""
-        request = self._prepare(input_ids, generation_config, seed, kwargs)
+        request = self._prepare(token_ids(input_ids), generation_config, seed, kwargs)
         self.check(request)
         with self._lock:
-            request_id = self._new_id() if request_id is None else request_id
-            if request_id in self._open:
-                raise ValueError(f"request_id: expected a new one, got {request_id!r}, which runs")
+            request_id = self._free_id() if request_id is None else request_id
+            if self._taken(request_id):
+                raise ValueError(f"request_id: expected a new one, got {request_id!r} again")
             handle = self._open[request_id] = Handle(request_id, request, self.cancel)
         handle.on_end(lambda: self._open.pop(request_id, None))
-        request.sink = handle.sink
+        request.sink, request.queued_at = handle.sink, time.time()
         try:
             self._worker.tell(lambda batcher: batcher.add([request]))
-        except ValueError:
+        except ClosedError:
             self._open.pop(request_id, None)
             raise
         return handle
@@ -152,13 +159,16 @@ class Engine:
     def add_request(
         self, input_ids: list[int], request_id: str | None = None, **kwargs: Any
     ) -> str:
-        """`submit` by its name in transformers' continuous batching; returns the id, as there."""
-        return self.submit(input_ids, request_id=request_id, **kwargs).request_id
+        """`submit` by its name in transformers' continuous batching; returns the id, as there.
+        What comes out waits for `request_id_iter`, even past the request's end."""
+        handle = self.submit(input_ids, request_id=request_id, **kwargs)
+        self._unread[handle.request_id] = handle
+        return handle.request_id
 
     def request_id_iter(self, request_id: str) -> Iterator[list[int]]:
-        """Newly committed tokens of a running request, by its id. Raises ValueError for an id that
-        is not running."""
-        handle = self._open.get(request_id)
+        """Newly committed tokens of a request by its id: one that is running, or one of
+        `add_request` that nobody has iterated yet. Raises ValueError for any other id."""
+        handle = self._unread.pop(request_id, None) or self._open.get(request_id)
         if handle is None:
             raise ValueError(f"request_id: expected one that is running, got {request_id!r}")
         return iter(handle)
@@ -176,27 +186,39 @@ class Engine:
         loop early cancels the rest. `seeds`: one per prompt."""
         if seeds is not None and len(seeds) != len(inputs):
             raise ValueError(f"seeds: expected {len(inputs)}, one per prompt, got {len(seeds)}")
+        each = [None] * len(inputs) if seeds is None else seeds
+        return self._stream(inputs, generation_config, each, kwargs)
+
+    def _stream(
+        self,
+        inputs: list[list[int]],
+        generation_config: GenerationConfig | None,
+        seeds: Sequence[int | None],
+        kwargs: dict[str, Any],
+    ) -> Iterator[Result]:
         done: SimpleQueue[Result] = SimpleQueue()
-        handles: list[Handle] = []
-        prefix = self._new_id()
+        requests: list[Request] = []
+        prefix = self._free_id()
         try:
-            for index, ids in enumerate(inputs):
+            for index, (ids, seed) in enumerate(zip(inputs, seeds, strict=True)):
                 name = f"req_{index}"
-                seed = None if seeds is None else seeds[index]
+                request_id = f"{prefix}/{name}"
                 try:
                     handle = self.submit(
-                        ids, generation_config, request_id=f"{prefix}/{name}", seed=seed, **kwargs
+                        ids, generation_config, request_id=request_id, seed=seed, **kwargs
                     )
+                except ClosedError:
+                    raise
                 except ValueError as error:
                     done.put(refused(name, ids, error))
                     continue
-                handles.append(handle)
-                handle.on_end(partial(_deliver, done, handle, name))
+                requests.append(handle.request)
+                handle.on_end(partial(_deliver, done, handle.request, name))
             for _ in inputs:
                 yield done.get()
         finally:
-            for handle in handles:
-                handle.cancel()
+            if not all(request.finished for request in requests):
+                self.cancel(requests)
 
     def generate_batch(
         self,
@@ -208,29 +230,41 @@ class Engine:
     ) -> dict[str, Result]:
         """Run prompts to their ends and return their results by id, in the order of `inputs`, as
         transformers' `generate_batch`. Arguments as in `stream`."""
-        results = self.stream(inputs, generation_config, **kwargs)
-        bar = tqdm(results, total=len(inputs), unit="request", disable=not progress_bar)
-        found = {result.request_id: result for result in bar}
+        results: Any = self.stream(inputs, generation_config, **kwargs)
+        with closing(results):
+            bar = tqdm(results, total=len(inputs), unit="request", disable=not progress_bar)
+            found = {result.request_id: result for result in bar}
         return {f"req_{index}": found[f"req_{index}"] for index in range(len(inputs))}
 
-    def _new_id(self) -> str:
-        return f"req_{next(self._numbers)}"
+    @property
+    def num_open(self) -> int:
+        """Requests that run or wait, or whose tokens `request_id_iter` has yet to give."""
+        return len(self._open | self._unread)
+
+    def _taken(self, request_id: str) -> bool:
+        return request_id in self._open or request_id in self._unread
+
+    def _free_id(self) -> str:
+        names = (f"req_{number}" for number in self._numbers)
+        return next(name for name in names if not self._taken(name))
 
     def cancel_request(self, request_id: str) -> None:
         """Cancel by id; an id that is not running is no error (it may just have finished)."""
         handle = self._open.get(request_id)
+        self._unread.pop(request_id, None)
         if handle is not None:
             handle.cancel()
 
     def cancel(self, requests: list[Request]) -> None:
         """End requests; their slots and pages are free when this returns. Finished ones stay as
-        they are."""
+        they are, and those of a closed engine have ended."""
 
         def end(batcher: Batcher) -> None:
             for request in requests:
                 batcher.cancel(request)
 
-        self._worker.ask(end)
+        with suppress(ClosedError):
+            self._worker.ask(end)
 
     def stop(self, request: Request, length: int) -> None:
         """End a request after its first `length` tokens; later ones, which it may have by now,

@@ -80,23 +80,26 @@ class Handle:
         self._news: SimpleQueue[list[int]] = SimpleQueue()
         self._ended = threading.Event()
         self._lock = threading.Lock()
-        self._hooks: list[Callable[[], object]] = []
+        self._hooks: list[Callable[[], object]] | None = []
 
     def sink(self, request: Request, tokens: list[int]) -> None:
         """Called by the engine's thread."""
-        hooks: list[Callable[[], object]] = []
-        if request.finished:
-            with self._lock:
-                self._ended.set()
-                hooks, self._hooks = self._hooks, hooks
-        self._news.put(tokens)
-        for hook in hooks:
+        if not request.finished:
+            self._news.put(tokens)
+            return
+        with self._lock:
+            hooks, self._hooks = self._hooks, None
+        # First, so that whoever has waited for the end finds everything in its final state.
+        for hook in hooks or ():
             hook()
+        self._ended.set()
+        self._news.put([])
 
     def on_end(self, hook: Callable[[], object]) -> None:
-        """Call `hook` once the request has ended, on the engine's thread, or now if it has."""
+        """Call `hook` when the request ends, on the engine's thread and before `finished` turns
+        true, or now if it has ended. For the engine: it must not raise."""
         with self._lock:
-            if not self._ended.is_set():
+            if self._hooks is not None:
                 self._hooks.append(hook)
                 return
         hook()
@@ -111,6 +114,11 @@ class Handle:
         """Whether the result is there."""
         return self._ended.is_set()
 
+    @property
+    def request(self) -> Request:
+        """What the engine works on."""
+        return self._request
+
     def result(self, timeout: float | None = None) -> Result:
         """Wait for the end and return it. Raises TimeoutError after `timeout` seconds."""
         if not self._ended.wait(timeout):
@@ -120,4 +128,5 @@ class Handle:
     def cancel(self) -> None:
         """End the request now; its slot and pages are free when this returns. A finished request
         stays as it is."""
-        self._cancel([self._request])
+        if not self.finished:
+            self._cancel([self._request])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+import reprlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,7 +20,7 @@ Sink = Callable[["Request", list[int]], None]
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Request:
-    """A prompt and how to continue it.
+    """A prompt and how to continue it. Equal to itself alone: two of one prompt are two requests.
 
     `temperature` 0 is greedy. `top_k` 0, `top_p` 1, `min_p` 0 and `repetition_penalty` 1 are off.
     The penalty counts the prompt and the request's own tokens as seen, and `also_seen`: ids that
@@ -115,6 +117,21 @@ class Request:
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens: expected at least 1, got {self.max_new_tokens}")
         check_penalty(self.repetition_penalty)
+
+
+def token_ids(given: Any) -> list[int]:
+    """A prompt as a list of ints, from anything like one: a list, a tuple, a tensor or an array of
+    one dimension. Raises ValueError for anything else and for an empty one."""
+    plain = given.tolist() if hasattr(given, "tolist") else given
+    try:
+        ids = [operator.index(token) for token in plain]
+    except TypeError:
+        raise ValueError(
+            f"input_ids: expected a list of token ids, got {reprlib.repr(given)}"
+        ) from None
+    if not ids:
+        raise ValueError("input_ids: expected at least one prompt token, got an empty prompt")
+    return ids
 
 
 def check_penalty(penalty: object) -> None:

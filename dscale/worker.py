@@ -12,6 +12,7 @@ from queue import Empty, SimpleQueue
 import torch
 
 from dscale.batcher import Batcher
+from dscale.errors import ClosedError
 
 Command = Callable[[Batcher], None]
 
@@ -21,7 +22,8 @@ class Worker:
 
     def __init__(self, batcher: Batcher) -> None:
         self._inbox: SimpleQueue[Command | None] = SimpleQueue()
-        self._lock = threading.Lock()
+        # Re-entrant: the garbage collector may close an engine on any thread at any time.
+        self._lock = threading.RLock()
         self._closed = False
         self._batcher = batcher
         self._thread: threading.Thread | None = None
@@ -30,7 +32,7 @@ class Worker:
         """Run `command(batcher)` on the thread, between rounds. Raises ValueError when closed."""
         with self._lock:
             if self._closed:
-                raise ValueError("engine: expected an open one, got one that was closed")
+                raise ClosedError("engine: expected an open one, got one that was closed")
             if self._thread is None:
                 arguments = (self._batcher, self._inbox)
                 self._thread = threading.Thread(
@@ -40,7 +42,10 @@ class Worker:
             self._inbox.put(command)
 
     def ask(self, command: Command) -> None:
-        """`tell`, then wait until it has run; raises what it raises."""
+        """`tell`, then wait until it has run; raises what it raises. On the thread itself, as when
+        the garbage collector ends a generator there, it does not wait."""
+        if self._thread is threading.current_thread():
+            return self.tell(command)
         answer: SimpleQueue[BaseException | None] = SimpleQueue()
 
         def run(batcher: Batcher) -> None:
@@ -73,8 +78,8 @@ class Worker:
 def _cancel_all(batcher: Batcher) -> None:
     for request in [*batcher.waiting, *batcher.filling, *batcher.live]:
         batcher.cancel(request)
-    while batcher.busy:
-        batcher.round()
+    while batcher.busy:  # a step under way
+        _safely(batcher, Batcher.round)
     batcher.core.close()
 
 
@@ -87,16 +92,15 @@ def _work(batcher: Batcher, inbox: SimpleQueue[Command | None]) -> None:
             try:
                 command = inbox.get(block=not batcher.busy)
             except Empty:
-                _round(batcher)
-                continue
+                command = Batcher.round
             if command is None:
                 return
-            command(batcher)
+            _safely(batcher, command)
             del command
 
 
-def _round(batcher: Batcher) -> None:
+def _safely(batcher: Batcher, command: Command) -> None:
     try:
-        batcher.round()
-    except BaseException as error:  # every request hears of it, the thread goes on
+        command(batcher)
+    except BaseException as error:  # who it concerns hears of it, the thread goes on
         batcher.fail(error)
