@@ -239,5 +239,6 @@ def finish_reason(request: Request) -> FinishReason:
     """Why a request that ran to its end ended."""
     if request.error is not None:
         return "error"
-    stopped = bool(request.tokens) and request.tokens[-1] in request.stop_ids
-    return "eos" if stopped else "length"
+    if request.tokens and request.tokens[-1] in request.stop_ids:
+        return "eos"
+    return "length" if len(request.tokens) == request.max_new_tokens else "stop"

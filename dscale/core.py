@@ -112,7 +112,7 @@ class Core:
                 ended.append(request)
                 continue
             request.give(row[TOKENS][: row[COUNT]])
-            if not row[LIVE]:
+            if request.stopped or not row[LIVE]:
                 ended.append(request)
         return ended
 

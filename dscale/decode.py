@@ -146,8 +146,8 @@ class Decoding:
             rows = self.rows if launch.choice is None else int(row[LENGTH])
             self.stats.add_pass(count, rows)
             request.progress.append(count)
-            request.give(row[TOKENS][:count].tolist())
-            if not row[LIVE]:
+            self.stats.take_back(*request.give(row[TOKENS][:count].tolist()))
+            if request.stopped or not row[LIVE]:
                 ended.append(request)
         return ended
 

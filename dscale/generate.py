@@ -88,11 +88,7 @@ class Attachment:
             raise ValueError(
                 "output_scores, output_logits: expected False of a submitted prompt, got True"
             )
-        if made.judge is not None:
-            raise ValueError(
-                "stopping_criteria: expected None, no stop_strings and no max_time of a submitted "
-                "prompt"
-            )
+        request.judge = made.judge
         return request
 
     def _run(

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from dscale.guide import Guide
 from dscale.pages import pages_for
+from dscale.stopping import Judge
 
 FinishReason = Literal["eos", "stop", "length", "cancelled", "error"]
 
@@ -26,6 +27,7 @@ class Request:
     The penalty counts the prompt and the request's own tokens as seen, and `also_seen`: ids that
     are in no context, as transformers' padding. `seed` keys the sampling noise together with the
     absolute position. `guide`: chooses its tokens on the host, and the fields of sampling are off.
+    `judge`: says after each token whether it was the last; then `stopped` is set.
 
     What comes out: `tokens` grows by each step's progress; `progress` has one entry per decode
     pass. `finish_reason` is set at the end, with `error` where it is "error". `queued_at`,
@@ -43,6 +45,8 @@ class Request:
     also_seen: list[int] = field(default_factory=list)
     seed: int = 0
     guide: Guide | None = None
+    judge: Judge | None = None
+    stopped: bool = False
     tokens: list[int] = field(default_factory=list)
     progress: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
@@ -71,13 +75,30 @@ class Request:
         """Whether nothing more will come."""
         return self.finish_reason is not None
 
-    def give(self, tokens: list[int]) -> None:
-        """Add newly committed tokens and tell the sink."""
+    def give(self, tokens: list[int]) -> tuple[int, int]:
+        """Add newly committed tokens, up to where the judge stops them, and tell the sink. Returns
+        what `cut` says was dropped."""
         if self.first_token_at is None:
             self.first_token_at = time.time()
         self.tokens += tokens
+        dropped = self._judged(tokens)
         if self.sink is not None:
-            self.sink(self, tokens)
+            self.sink(self, tokens[: len(tokens) - dropped[0]])
+        return dropped
+
+    def _judged(self, tokens: list[int]) -> tuple[int, int]:
+        if self.judge is None:
+            return 0, 0
+        try:
+            self.judge.take(0, tokens)
+            while self.judge.ready():
+                self.judge.judge(None)
+        except Exception as error:  # a criterion's; it ends this request alone
+            self.error = error
+            self.stopped = True
+            return self.cut(self.judge.steps)
+        self.stopped = self.judge.done
+        return self.cut(self.judge.steps)
 
     def cut(self, length: int) -> tuple[int, int]:
         """Drop the tokens after the first `length`, which stopped there, and their progress.
