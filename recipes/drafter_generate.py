@@ -27,7 +27,7 @@ def dscale_generator(model: Any, *, rows: int, longest: int, warm: Tokens) -> It
     answer should be short.
     """
     pages = -(-(longest + RESERVE) // PAGE)
-    spec = dscale.attach(model, mode="ar", pool_tokens=rows * pages * PAGE)
+    spec = dscale.attach(model, mode="ar", pool_tokens=rows * pages * PAGE, max_concurrency=rows)
 
     def generate(
         prompts: Sequence[Tokens], temperature: float, seeds: Sequence[int], max_new: int
