@@ -37,7 +37,8 @@ def check_arguments(
     fields = {**vars(of_model), **given, **{k: v for k, v in kwargs.items() if k in KNOWN}}
     refuse_unsupported(fields)
     for name, value in kwargs.items():
-        if name not in KNOWN | INPUTS | OBJECTS and value not in (None, NEUTRAL.get(name)):
+        neutral = value is None or value is NEUTRAL.get(name)
+        if name not in KNOWN | INPUTS | OBJECTS and not neutral:
             raise ValueError(
                 f"{name}: not supported by dscale yet, expected None, got {type(value).__name__}"
             )

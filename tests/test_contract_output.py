@@ -1,7 +1,9 @@
 """Outputs, submitted prompts, and the way lm-eval calls generate."""
 
+import logging
 import threading
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -20,8 +22,15 @@ from tiny import (
     tiny_model,
 )
 from torch import Tensor
-from transformers import StoppingCriteria, TextIteratorStreamer
+from transformers import (
+    GenerationConfig,
+    MaxLengthCriteria,
+    StoppingCriteria,
+    TextIteratorStreamer,
+)
+from transformers import NoRepeatNGramLogitsProcessor as Ngrams
 from transformers.generation import StoppingCriteriaList
+from transformers.utils import logging as transformers_logging
 
 from dscale import Attachment
 
@@ -207,3 +216,63 @@ def test_what_a_dictionary_holds(reference: Any, spec: Attachment) -> None:
         # Without a dictionary they ask for nothing, there as here.
         assert torch.equal(spec.model.generate(IDS, max_new_tokens=3, **settings), want.sequences)
     assert spec.stats.uncaptured_steps
+
+
+class Lines(logging.Handler):
+    """Keeps log lines and warnings of a call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+    def of(self, call: Callable[[], Any]) -> list[str]:
+        """Log lines and warnings of a call, those of one time only included."""
+        self.lines = []
+        transformers_logging.warning_once.cache_clear()
+        logger = logging.getLogger("transformers")
+        logger.addHandler(self)
+        try:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                call()
+        finally:
+            logger.removeHandler(self)
+        return self.lines + [str(w.message) for w in caught]
+
+
+WARNED: list[dict[str, Any]] = [
+    {},
+    {"max_length": 30, "max_new_tokens": 9},
+    {"max_new_tokens": 9, "temperature": 0.5},
+    {"max_new_tokens": 3, "min_length": 100, "eos_token_id": 3},
+    {"max_new_tokens": 9, "stopping_criteria": [MaxLengthCriteria(15)]},
+    {"max_new_tokens": 9, "no_repeat_ngram_size": 2, "logits_processor": [Ngrams(3)]},
+    {"max_new_tokens": 9, "output_scores": True},
+    {"generation_config": GenerationConfig(max_new_tokens=5), "eos_token_id": 3},
+    {"input_ids": torch.tensor([prompt(2045)]), "max_new_tokens": 12},
+]
+
+
+@pytest.mark.parametrize("number", range(len(WARNED)))
+def test_the_same_warnings(number: int, reference: Any, spec: Attachment) -> None:
+    settings = {"input_ids": IDS, **WARNED[number]}
+    lines = Lines()
+    want = lines.of(lambda: plain(reference, **settings))
+    assert want
+    assert lines.of(lambda: spec.model.generate(**settings)) == want
+
+
+def test_in_inference_mode(reference: Any, spec: Attachment) -> None:
+    with torch.inference_mode():
+        ids = IDS.clone()
+        want = plain(reference, ids, max_new_tokens=20, no_repeat_ngram_size=1)
+        out = spec.model.generate(
+            ids,
+            max_new_tokens=20,
+            no_repeat_ngram_size=1,
+            stopping_criteria=[lambda ids, scores: False],
+        )
+    assert torch.equal(out, want)

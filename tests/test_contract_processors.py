@@ -155,7 +155,7 @@ def test_every_length(
     want = plain(reference, **BATCH, max_new_tokens=33, **settings)
     new = want[:, 130:].tolist()
     script(monkeypatch, [a + b for a, b in zip(ROWS, new, strict=True)], right)
-    for count in range(1, 34):
+    for count in (1, 2, 3, 16, 17, 33) if right is always_wrong else range(1, 34):
         out = spec.model.generate(
             **BATCH,
             max_new_tokens=count,
