@@ -26,6 +26,7 @@ import dscale
 import dscale.core
 from dscale.compiled.drafter import Drafter
 from dscale.decode import Decoding
+from dscale.kernels.ops import MAX_LANES
 from dscale.timing import LinearCosts
 
 LENGTHS = [1, 127, 5, 128, 16, 129, 64, 33]
@@ -243,3 +244,11 @@ def test_every_length_and_every_eos_in_a_block(
             ids = torch.tensor([text[:1]])
             got = spec.generate(ids, max_new_tokens=40, eos_token_id=eos, pad_token_id=0)
             assert got[0].tolist() == text[: first + 1]
+
+
+@pytest.mark.parametrize("mode", ["dscale", "+budget"])
+def test_more_rows_than_an_adaptive_step_has_lanes(mode: str, world: World) -> None:
+    ids = torch.tensor([prompt(3, seed) for seed in range(MAX_LANES + 5)])
+    want = plain(world.reference, ids, max_new_tokens=4)
+    with world.attach(mode, budget=2) as spec:
+        assert torch.equal(spec.generate(ids, max_new_tokens=4), want)

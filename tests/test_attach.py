@@ -1,10 +1,12 @@
 """Models and settings that attach refuses, before anything is changed."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from scripted import random_predictor
 from tiny import VOCAB, prompt, tiny_drafter, tiny_model
 from torch import nn
 from transformers import (
@@ -146,6 +148,21 @@ def test_settings_that_are_refused(settings: dict[str, Any], drafter: Drafter) -
         dscale.attach(model, **{"drafter": drafter, **settings})
     assert "generate" not in vars(model)
     assert [p.untyped_storage().data_ptr() for p in model.parameters()] == before
+
+
+def test_a_predictor_made_for_another_drafter(drafter: Drafter, tmp_path: Path) -> None:
+    model, other = tiny_model(), tiny_drafter(tmp_path / "drafter", tiny_model(), seed=1)
+    before = [p.untyped_storage().data_ptr() for p in model.parameters()]
+    folder = random_predictor(other, tmp_path / "predictor")
+    for mode in ("dscale", "+budget"):
+        with pytest.raises(ValueError, match="predictor: expected one made for the drafter"):
+            dscale.attach(model, drafter, predictor=folder, mode=mode)
+    with pytest.raises(ValueError, match="predictor: expected None in mode 'dflash'"):
+        dscale.attach(model, other, predictor=folder, mode="dflash")
+    assert "generate" not in vars(model)
+    assert [p.untyped_storage().data_ptr() for p in model.parameters()] == before
+    with dscale.attach(model, other, predictor=folder):
+        assert "generate" in vars(model)
 
 
 def test_a_drafter_of_another_dtype_or_model(drafter: Drafter) -> None:

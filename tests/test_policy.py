@@ -147,7 +147,11 @@ def test_calibration_converges(share: float) -> None:
         policy.observe(score_NC, np.full(4, 3.0, np.float32), share * score_NC[:, :2].sum(1))
     assert policy.calibration == pytest.approx(share, rel=0.01)
     for _ in range(50):
-        policy.observe(np.full((4, 15), np.nan, np.float32), np.full(4, 3.0), np.zeros(4))
+        policy.observe(
+            np.full((4, 15), np.nan, np.float32),
+            np.full(4, 3, np.float32),
+            np.zeros(4, np.float32),
+        )
     # Drafts that are not numbers expect nothing.
     assert policy.calibration == pytest.approx(share, rel=0.01)
     assert not policy.choose(4, score_NC, 0).draft
@@ -157,7 +161,7 @@ def test_calibration_converges(share: float) -> None:
 def test_fixed_budgets_never_change(average: int) -> None:
     policy = FixedBudget(average)
     for keep in (0.1, 0.9):
-        policy.observe(falling_scores(3, keep), np.full(3, 2.0), np.zeros(3))
+        policy.observe(falling_scores(3, keep), np.full(3, 2, np.float32), np.zeros(3, np.float32))
         assert policy.choose(4, falling_scores(3, keep), 0) == Choice(4 * average, average)
 
 

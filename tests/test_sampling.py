@@ -160,7 +160,7 @@ def test_noise_depends_on_all_three_and_mix64_is_splitmix() -> None:
     assert outs == [6457827717110365317, 3203168211198807973, 9817491932198370423]
 
 
-VOCAB, NEW, SAMPLES, CALLS = 12, 3, 3200, 8
+VOCAB, NEW, SAMPLES, CALLS = 12, 3, 3200, 16
 LAW: dict[str, Any] = {"temperature": 1.3, "top_k": 6, "top_p": 0.8}
 PROMPT = [3, 1, 4, 1, 5]
 

@@ -1,0 +1,99 @@
+"""Captured runs on a GPU: the ids of the eager run and of plain decoding, recordings counted."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from captured import SETTINGS, EveryBucket, Pair, like
+from torch import nn
+
+import dscale.compiled.capture
+import dscale.core
+from dscale.compiled.capture import own_forward
+from dscale.policy import MULTIPLES
+from dscale.workspace import bucket_of
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+CASES = [("ar", None), ("dflash", None), ("dflash", 5), ("+tiles", None), ("+budget", "half"),
+         ("+budget", "auto"), ("dscale", 3), ("dscale", "half"), ("dscale", "auto")]  # fmt: skip
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("settings", SETTINGS, ids=["greedy", "sampled"])
+@pytest.mark.parametrize(("mode", "budget"), CASES)
+def test_the_captured_run_equals_the_eager_one_and_plain_decoding(
+    mode: str,
+    budget: Any,
+    settings: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    monkeypatch.setattr(dscale.core, "AutoBudget", EveryBucket)
+    pair = Pair(tmp_path, "cuda")
+    settings = {**settings, "max_new_tokens": 30, "pad_token_id": 0}
+    want = pair.want(5, **settings)
+    if mode != "ar":
+        pair.overrule(monkeypatch, want)
+    forwards: list[tuple[str, Any]] = []
+
+    def remembered(stage: nn.Module) -> Callable[..., Any]:
+        forwards.append((type(stage).__name__, own_forward(stage)))
+        return forwards[-1][1]
+
+    monkeypatch.setattr(dscale.compiled.capture, "own_forward", remembered)
+    stops = [int(want[0, 130 + 11]), int(want[2, 130 + 5])]
+    for captured in (False, True):
+        with pair.attach(mode=mode, budget=budget, capture=captured) as spec:
+            if captured:
+                spec.engine.warm_up(like(5, **settings))
+            for count in (5, 3, 4, 1, 2, 5, 1):
+                got = pair.got(count, **settings)
+                assert torch.equal(got, want[:count, want.shape[1] - got.shape[1] :]), count
+            ended = pair.got(5, **settings, eos_token_id=stops)
+            assert torch.equal(ended, pair.want(5, **settings, eos_token_id=stops))
+            assert spec.stats.tokens_per_pass > 1 or mode == "ar"
+        for stage, forward in forwards:
+            entries = torch._dynamo.eval_frame._debug_get_cache_entry_list(forward.__code__)
+            assert len(entries) == 1, stage
+    assert forwards
+    assert counters["inductor"]["cudagraph_skips"] == 0
+    assert not counters["graph_break"]
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize(("mode", "budget"), [("dscale", "auto"), ("dscale", 4), ("+tiles", None)])
+def test_each_bucket_is_recorded_once(
+    mode: str, budget: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._inductor import cudagraph_trees
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(dscale.core, "AutoBudget", EveryBucket)
+    recorded: list[int] = []
+    record = cudagraph_trees.CUDAGraphTreeManager.record_function
+
+    def counted(self: Any, *args: Any) -> Any:
+        recorded.append(1)
+        return record(self, *args)
+
+    monkeypatch.setattr(cudagraph_trees.CUDAGraphTreeManager, "record_function", counted)
+    pair = Pair(tmp_path, "cuda")
+    want = pair.want(5, max_new_tokens=30)
+    pair.overrule(monkeypatch, want)
+    with pair.attach(mode=mode, budget=budget) as spec:
+        spec.engine.warm_up(like(5))
+        buckets = len({bucket_of(n) for n in range(1, 6)})
+        # Verify once per capacity; decide and anchors once per lane count.
+        per_lanes = {"auto": len(MULTIPLES) + 1 + 2, 4: 2, None: 2}[budget]
+        assert len(recorded) == buckets * per_lanes
+        for count in (5, 2, 4, 1, 3, 5):
+            got = pair.got(count, max_new_tokens=30)
+            assert torch.equal(got, want[:count, want.shape[1] - got.shape[1] :])
+        assert len(recorded) == buckets * per_lanes
