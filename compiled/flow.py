@@ -15,13 +15,14 @@ from dscale.compiled.attention import VERIFY_TILE, Rows
 from dscale.compiled.kv import Paging, slots_of
 from dscale.compiled.penalty import see
 from dscale.compiled.predictor import RECENT
-from dscale.compiled.sampling import Sampling
+from dscale.compiled.sampling import NO_TOKEN, Sampling
 
 # Columns of `Step.result_NX`, all int32: one copy to the host carries them.
 TOKENS = slice(0, VERIFY_TILE)
 COUNT, LIVE, LENGTH = VERIFY_TILE, VERIFY_TILE + 1, VERIFY_TILE + 2
 SCORES = slice(VERIFY_TILE + 3, 2 * VERIFY_TILE + 2)
-RESULT_COLUMNS = 2 * VERIFY_TILE + 2
+FAILED = 2 * VERIFY_TILE + 2
+RESULT_COLUMNS = 2 * VERIFY_TILE + 3
 
 
 class Requests(NamedTuple):
@@ -75,8 +76,8 @@ class Step(NamedTuple):
     In: `slot_N` int64, each lane's request slot; `room` int32 [2], rows there is room for and rows
     per live request. Decide to verify: `candidate_NC` int64, `length_N` int32 (rows of each lane,
     k_i), `offset_N` int64 (its first row). Out: `result_NX` int32, the columns TOKENS, COUNT (how
-    many of TOKENS are committed), LIVE (whether the request goes on), LENGTH (k_i) and SCORES (the
-    bits of float32 scores)."""
+    many of TOKENS are committed), LIVE (whether the request goes on), LENGTH (k_i), SCORES (the
+    bits of float32 scores) and FAILED (whether the request met logits that are not finite)."""
 
     slot_N: Tensor
     room: Tensor
@@ -130,7 +131,8 @@ def commit(
     """Commit the accepted prefix and its successor: cut at the first stop id and at the token
     limit.
 
-    `choice_NT` [N, T] int64: the target's tokens; the first accepted + 1 are the progress.
+    `choice_NT` [N, T] int64: the target's tokens; the first accepted + 1 are the progress. A
+    NO_TOKEN among them ends its request as failed, the tokens before it committed.
     `advance`: the rows in front of the tokens are in the caches now, so the context grows by the
     progress (decode); a prefill's first token only becomes the anchor. `mark`: remember the tokens
     as seen, for the penalty. Idle lanes commit nothing."""
@@ -146,17 +148,22 @@ def commit(
     count_N = torch.where(stopped_N, is_stop_NT.int().argmax(1).int() + 1, count_N)
     count_N = torch.where(live_N, count_N, 0).int()
     last_N = torch.gather(choice_NT, 1, torch.clamp(count_N - 1, min=0).long()[:, None])[:, 0]
-    live_N = live_N & ~stopped_N & (count_N < remaining_N)
+    failed_N = live_N & (last_N == NO_TOKEN)
+    count_N = count_N - failed_N.int()
+    # Dead lanes run on for a step: their anchor must be a token.
+    last_N = torch.clamp(last_N, min=0)
+    live_N = live_N & ~stopped_N & ~failed_N & (count_N < remaining_N)
     if advance:
         requests.context_S.index_put_((slot_N,), requests.context_S[slot_N] + count_N)
     requests.anchor_S.index_put_((slot_N,), last_N)
     requests.remaining_S.index_put_((slot_N,), remaining_N - count_N)
     requests.live_S.index_put_((slot_N,), live_N)
     if mark:
-        see(requests.seen_SV, slot_N, choice_NT, count_N)
+        see(requests.seen_SV, slot_N, torch.clamp(choice_NT, min=0), count_N)
     step.result_NX[:, : choice_NT.shape[1]].copy_(choice_NT)
     step.result_NX[:, COUNT].copy_(count_N)
     step.result_NX[:, LIVE].copy_(live_N)
+    step.result_NX[:, FAILED].copy_(failed_N)
 
 
 def remember(requests: Requests, slot_N: Tensor, accepted_N: Tensor, length_N: Tensor) -> None:

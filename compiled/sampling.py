@@ -13,6 +13,10 @@ from torch import Tensor
 
 from dscale.kernels.reference import position_gumbel
 
+NO_TOKEN = -1
+"""What is chosen from logits that hold a NaN or an infinity above all others. No candidate equals
+it."""
+
 
 class Sampling(NamedTuple):
     """Sampling settings per row, `[R]` each.
@@ -46,7 +50,15 @@ def choose(logit_RV: Tensor, position_R: Tensor, sampling: Sampling, chooser: Ch
     `[R]` int64.
 
     Filters apply in transformers' order (temperature, top-k, top-p, min-p); ties at the k-th value
-    are cut by sort order. Rows with temperature 0 are greedy."""
+    are cut by sort order. Rows with temperature 0 are greedy. NO_TOKEN where the logits are not
+    finite."""
+    token_R = _choose(logit_RV, position_R, sampling, chooser)
+    # A NaN or an infinity wins every choice, so the chosen one's logit tells of them all.
+    best_R = torch.gather(logit_RV, 1, token_R[:, None])[:, 0]
+    return torch.where(torch.isfinite(best_R), token_R, NO_TOKEN)
+
+
+def _choose(logit_RV: Tensor, position_R: Tensor, sampling: Sampling, chooser: Chooser) -> Tensor:
     if not chooser.sample:
         return logit_RV.argmax(-1)
     vocab, temperature = logit_RV.shape[-1], sampling.temperature[:, None]

@@ -11,7 +11,7 @@ import torch
 from dscale.choosers import chooser_of
 from dscale.compiled.attention import VERIFY_TILE
 from dscale.compiled.drafter import Drafter
-from dscale.compiled.flow import COUNT, LIVE, TOKENS
+from dscale.compiled.flow import COUNT, FAILED, LIVE, TOKENS
 from dscale.compiled.kv import PAGE
 from dscale.compiled.predictor import Predictor
 from dscale.compiled.sampling import Chooser
@@ -22,7 +22,7 @@ from dscale.host import HostStages, host_stages
 from dscale.kernels.ops import MAX_LANES
 from dscale.policy import AutoBudget, FixedBudget, Policy
 from dscale.prefill import make_chunk
-from dscale.request import Request
+from dscale.request import Request, not_finite
 from dscale.stages import Stages, build_stages
 from dscale.stats import Stats
 from dscale.timing import (
@@ -108,6 +108,7 @@ class Core:
         for request, row in zip(requests, step.result_NX.tolist(), strict=True):
             if request.prefilled < len(request.prompt):
                 continue
+            request.error = not_finite(request) if row[FAILED] else request.error
             if request.error is not None:
                 ended.append(request)
                 continue

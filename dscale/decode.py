@@ -12,11 +12,11 @@ from torch import Tensor
 
 from dscale.compiled.attention import VERIFY_TILE
 from dscale.compiled.capture import begin_step
-from dscale.compiled.flow import COUNT, LENGTH, LIVE, SCORES, TOKENS, Packed, Step
+from dscale.compiled.flow import COUNT, FAILED, LENGTH, LIVE, SCORES, TOKENS, Packed, Step
 from dscale.compiled.kv import PAGE
 from dscale.kernels import reference_rows
 from dscale.policy import Choice, Floats, Policy
-from dscale.request import Request
+from dscale.request import Request, not_finite
 from dscale.stages import Stages
 from dscale.stats import Stats
 from dscale.workspace import Workspace, bucket_of
@@ -141,7 +141,12 @@ class Decoding:
             self._learn(launch.live, result_NX)
         ended = []
         for request, row, count in zip(launch.live, result_NX, count_N.tolist(), strict=True):
-            if request.finished or count == 0:  # its late step, or cancelled meanwhile
+            if request.finished or not (count or row[FAILED]):
+                continue  # its late step, or cancelled meanwhile
+            if row[FAILED]:
+                request.error = not_finite(request)
+            if count == 0:
+                ended.append(request)
                 continue
             rows = self.rows if launch.choice is None else int(row[LENGTH])
             self.stats.add_pass(count, rows)

@@ -155,6 +155,13 @@ def token_ids(given: Any) -> list[int]:
     return ids
 
 
+def not_finite(request: Request) -> ArithmeticError:
+    """Why a request fails whose logits are not finite."""
+    return ArithmeticError(
+        f"model: expected finite logits, got NaN or infinity behind {request.context} tokens"
+    )
+
+
 def check_penalty(penalty: object) -> None:
     """Raise ValueError for a repetition penalty that transformers refuses: it takes a strictly
     positive float, or any 1."""
