@@ -15,7 +15,7 @@ from dscale.compiled.flow import uniform_rows
 from dscale.compiled.kv import KVPool, Paging
 from dscale.compiled.target import Target
 from dscale.load import build_target, unfuse
-from dscale.prefill import chunks
+from dscale.prefill import make_chunk
 from dscale.request import Request
 
 PAGES, NUM_PAGES = 3, 12
@@ -49,15 +49,22 @@ def prefill(
     ]
     logits: list[list[Tensor]] = [[] for _ in LENGTHS]
     taps: list[list[Tensor]] = [[] for _ in LENGTHS]
-    for chosen, chunk in chunks(requests, size, torch.device("cpu"), flex):
+    while any(r.prefilled < len(r.prompt) for r in requests):
+        chosen = [i for i, r in enumerate(requests) if r.prefilled < len(r.prompt)]
+        left = [len(requests[i].prompt) - requests[i].prefilled for i in chosen]
+        lengths = [min(size, n) for n in left]
+        some = [requests[i] for i in chosen]
+        chunk = make_chunk(some, lengths, torch.device("cpu"), flex)
+        for request, length in zip(some, lengths, strict=True):
+            request.prefilled += length
         lanes = Paging(paging.page_NL[chosen], paging.logical_NP[chosen], chunk.start_N.int())
         tile = Tile(height=chunk.rows.row_NT.shape[1], flex=flex)
         hidden, tapped = target(chunk.token_R, chunk.rows, lanes, pool, tile)
-        for lane, request in enumerate(chosen):
+        for lane, index in enumerate(chosen):
             of_lane = chunk.rows.lane_R == lane
-            logits[request].append(target.logits(hidden[of_lane]))
+            logits[index].append(target.logits(hidden[of_lane]))
             if tapped is not None:
-                taps[request].append(tapped[of_lane])
+                taps[index].append(tapped[of_lane])
     done = paging._replace(context_N=torch.tensor(LENGTHS, dtype=torch.int32))
     return done, [torch.cat(x) for x in logits], [torch.cat(x) for x in taps if x]
 
