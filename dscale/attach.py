@@ -36,6 +36,7 @@ def attach(
     max_concurrency: int | None = None,
     pack_weights: bool = False,
     capture: bool | None = None,
+    prefix_cache: bool = True,
 ) -> Attachment:
     """Replace `model.generate` by DScale's, sharing the model's weights (no second copy).
 
@@ -57,6 +58,7 @@ def attach(
         max_concurrency=max_concurrency,
         pack_weights=pack_weights,
         capture=capture,
+        prefix_cache=prefix_cache,
     )
     if mode == "ar" and (drafter is not None or budget is not None):
         name, value = ("drafter", drafter) if drafter is not None else ("budget", budget)

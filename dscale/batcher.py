@@ -9,11 +9,13 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import islice
 
+from dscale.compiled.kv import PAGE
 from dscale.core import Core
 from dscale.decode import Decoding, Launch
 from dscale.kernels.ops import MAX_LANES
-from dscale.pages import PageAllocator
+from dscale.pages import PageAllocator, page_keys
 from dscale.request import FinishReason, Request
+from dscale.weights import Weights
 
 
 @dataclass(slots=True)
@@ -31,15 +33,24 @@ class Batcher:
     live: list[Request] = field(default_factory=list)
     _allocator: PageAllocator = field(default_factory=lambda: PageAllocator(1))
     _slots: list[int] = field(default_factory=list)
+    _weights: Weights = field(init=False)
+    _looked: bool = False
     _draining: bool = False
     _at_limit: bool = False
     _decoding: Decoding | None = None
     _pending: tuple[Decoding, Launch] | None = None
 
+    def __post_init__(self) -> None:
+        self._weights = Weights(self.core.target, self.core.drafter)
+
     @property
     def busy(self) -> bool:
         """Whether a round would do something."""
         return bool(self.waiting or self.filling or self.live or self._pending)
+
+    @property
+    def _placed(self) -> bool:
+        return bool(self.filling or self.live or self._pending)
 
     @property
     def num_free_pages(self) -> int:
@@ -108,8 +119,8 @@ class Batcher:
                 self._reset()
 
     def _admit(self) -> None:
-        if not (self.filling or self.live or self._pending):
-            self._draining = False
+        if not self._placed:
+            self._draining = self._looked = False
             self._grow()
         else:
             self._draining = self._draining or self._outgrown()
@@ -118,16 +129,49 @@ class Batcher:
         new: list[Request] = []
         while self.waiting and self._slots:
             request = self.waiting[0]
-            if not self.core.holds(request) or request.num_pages > self._allocator.num_free:
+            if not self.core.holds(request) or not self._reserve(request):
                 break
             self.waiting.popleft()
             request.slot = heappop(self._slots)
-            request.pages = self._allocator.take(request.num_pages)
             new.append(request)
         if new:
             self.filling += new
             self.core.place(new)
             self._decoding = None
+
+    def _reserve(self, request: Request) -> bool:
+        """Give a request the shared pages of its prompt's beginning and new ones for the rest, if
+        there are as many."""
+        allocator, pages = self._allocator, list[int]()
+        if self.core.config.prefix_cache and allocator.num_shared:
+            if request.keys is None:
+                # The last token must be run for its logits.
+                request.keys = page_keys(request.prompt[:-1])
+            pages = allocator.find(request.keys)
+            if pages and self._outdated():
+                allocator.give_back(pages)
+                allocator.forget_all()
+                pages = []
+        if request.num_pages - len(pages) > allocator.num_free:
+            allocator.give_back(pages)
+            return False
+        request.pages = pages + allocator.take(request.num_pages - len(pages))
+        request.prefilled = len(pages) * PAGE
+        self.core.stats.prefix_hits += request.prefilled
+        return True
+
+    def _share(self, request: Request, text: list[int]) -> None:
+        """Let others find the pages of a request that `text` fills in both caches."""
+        if self.core.config.prefix_cache and request.error is None and len(text) >= PAGE:
+            if self._outdated():
+                self._allocator.forget_all()
+            self._allocator.share(request.pages, page_keys(text))
+
+    def _outdated(self) -> bool:
+        """Whether weights were written to since pages were shared. Looks once while requests run:
+        they may only change while none does."""
+        looked, self._looked = self._looked, True
+        return not looked and not self._weights.same()
 
     def _outgrown(self) -> bool:
         """Whether what waits could use twice the workspace, and there may be one."""
@@ -198,6 +242,8 @@ class Batcher:
         done = [r for r in group if r.prefilled == len(r.prompt)]
         self.filling = [r for r in self.filling if r not in done]
         self.live += [r for r in done if r not in ended]
+        for request in done:
+            self._share(request, request.prompt)
         self.live.sort(key=lambda r: r.slot)
         self._decoding = None if done else self._decoding
         for request in ended:
@@ -229,6 +275,9 @@ class Batcher:
         """Give slot and pages back. A step under way may still write there; what is placed next
         comes after it on the device."""
         if request.slot >= 0:
+            if reason not in ("error", "cancelled"):
+                # The last token is in no cache yet.
+                self._share(request, request.prompt + request.tokens[:-1])
             heappush(self._slots, request.slot)
             self._allocator.give_back(request.pages)
             request.slot, request.pages = -1, []

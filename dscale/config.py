@@ -40,7 +40,7 @@ class EngineConfig:
     `max_concurrency`: requests that may run at once, None for 256; the others wait.
     `pack_weights`: on a CPU, keep a second copy of the projections in oneDNN's blocked layout, for
     faster passes of 2 to 16 rows. `capture`: compile the step and capture it in CUDA graphs; None
-    does so on a GPU.
+    does so on a GPU. `prefix_cache`: requests whose prompts begin alike share whole pages of it.
 
     Raises ValueError naming the setting that is out of range.
     """
@@ -53,6 +53,7 @@ class EngineConfig:
     max_concurrency: int | None = None
     pack_weights: bool = False
     capture: bool | None = None
+    prefix_cache: bool = True
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):
@@ -84,6 +85,8 @@ class EngineConfig:
             )
         if not isinstance(self.pack_weights, bool):
             raise ValueError(f"pack_weights: expected True or False, got {self.pack_weights!r}")
+        if not isinstance(self.prefix_cache, bool):
+            raise ValueError(f"prefix_cache: expected True or False, got {self.prefix_cache!r}")
         if self.capture not in (None, True, False):
             raise ValueError(f"capture: expected None, True or False, got {self.capture!r}")
 

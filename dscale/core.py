@@ -185,7 +185,7 @@ class Core:
             host.page_SL[row, : len(pages)] = pages.int()
             host.logical_SP[row].fill_(-1)
             host.logical_SP[row, pages] = torch.arange(len(pages), dtype=torch.int32)
-        self.workspace.clear([page for request in requests for page in request.pages])
+        self.workspace.clear([page for r in requests for page in r.pages[r.prefilled // PAGE :]])
         self.workspace.upload(host, [r.slot for r in requests])
 
     def check(self, request: Request) -> None:

@@ -32,7 +32,7 @@ class Request:
     What comes out: `tokens` grows by each step's progress; `progress` has one entry per decode
     pass. `finish_reason` is set at the end, with `error` where it is "error". `queued_at`,
     `first_token_at`, `finished_at`: seconds since the epoch. `prefilled`: prompt tokens in the
-    caches; `scores`: the latest of its drafts. `sink`: who is told."""
+    caches; `scores`: the latest of its drafts. `keys`: its prompt's page keys, once needed. `sink`: who is told."""
 
     prompt: list[int]
     max_new_tokens: int
@@ -51,6 +51,7 @@ class Request:
     progress: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
     slot: int = -1
+    keys: list[bytes] | None = None
     prefilled: int = 0
     scores: Any = None
     sink: Sink | None = None

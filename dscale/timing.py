@@ -161,6 +161,7 @@ def capture_buckets(
     wanted = [bucket for bucket in wanted if bucket not in costs.table]
     runner = Runner(workspace, stages, alone)
     for count, rows in tqdm(wanted, desc="dscale: capture", unit="bucket", disable=not wanted):
+        runner.at_context(count, 0)  # Earlier requests' pages may be others' by now.
         for _ in range(CAPTURE_RUNS):
             runner.step(count, rows)
         near, far = (runner.at_context(count, context) for context in (0, LONG_CONTEXT))
