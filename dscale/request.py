@@ -32,7 +32,8 @@ class Request:
     What comes out: `tokens` grows by each step's progress; `progress` has one entry per decode
     pass. `finish_reason` is set at the end, with `error` where it is "error". `queued_at`,
     `first_token_at`, `finished_at`: seconds since the epoch. `prefilled`: prompt tokens in the
-    caches; `scores`: the latest of its drafts. `keys`: its prompt's page keys, once needed. `sink`: who is told."""
+    caches; `scores`: the latest of its drafts. `keys`: its prompt's page keys, once needed.
+    `sink`: who is told."""
 
     prompt: list[int]
     max_new_tokens: int
