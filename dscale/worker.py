@@ -6,7 +6,9 @@ CUDA graphs belong to the thread that recorded them, so one thread makes all ste
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
+from pathlib import Path
 from queue import Empty, SimpleQueue
 
 import torch
@@ -73,6 +75,19 @@ class Worker:
             self._inbox.put(None)
         if self._thread is not threading.current_thread():
             self._thread.join()
+            _await_exit(self._thread)
+
+
+def _await_exit(thread: threading.Thread) -> None:
+    """Wait until a joined thread is gone from the system.
+
+    PyTorch's thread-local Python objects are released after Python's `join` returns; where the
+    interpreter ends in that moment, the process aborts."""
+    task = Path(f"/proc/self/task/{thread.native_id}")
+    for _ in range(5000):
+        if not task.exists():
+            return
+        time.sleep(0.001)
 
 
 def _cancel_all(batcher: Batcher) -> None:
