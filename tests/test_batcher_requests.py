@@ -1,0 +1,116 @@
+"""What callers hold of requests: refusals, ids, handles, streams."""
+
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from soak import WAIT, References, all_back
+from tiny import prompt, tiny_drafter, tiny_model
+
+import dscale
+from dscale import Attachment
+from dscale.compiled.drafter import Drafter
+
+Attach = Callable[..., Attachment]
+
+
+@pytest.fixture(scope="module")
+def references() -> References:
+    return References()
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Drafter]:
+    """A model to attach to, and a random drafter for it."""
+    model = tiny_model()
+    return model, tiny_drafter(tmp_path_factory.mktemp("drafter"), model)
+
+
+@pytest.fixture
+def attach(pair: tuple[Any, Drafter]) -> Iterator[Attach]:
+    """Attach the pair with a small pool; detach at the end."""
+    specs: list[Attachment] = []
+
+    def make(**settings: Any) -> Attachment:
+        settings = {"pool_tokens": 12 * 128, "max_concurrency": 3, "prefill_chunk": 128} | settings
+        specs.append(dscale.attach(*pair, **settings))
+        return specs[-1]
+
+    yield make
+    for spec in specs:
+        spec.detach()
+
+
+BAD: list[tuple[str, Any, dict[str, Any]]] = [
+    ("input_ids: expected at least one", [], {}),
+    ("input_ids: expected a list of token ids", "words", {}),
+    ("input_ids: expected a list of token ids", [[1, 2]], {}),
+    ("input_ids: expected a list of token ids", None, {}),
+    ("input_ids: expected token ids in 0..499, got -1", [5, -1], {}),
+    ("input_ids: expected token ids in 0..499, got 500", [500], {}),
+    ("pool_tokens: expected at least 1664", prompt(1600), {}),
+    ("temperature.*nan", [5], {"do_sample": True, "temperature": float("nan")}),
+    ("max_new_tokens", [5], {"max_new_tokens": 0}),
+    ("seed: has no effect", [5], {"seed": 3}),
+    ("num_beams", [5], {"num_beams": 3}),
+    ("num_return_sequences", [5], {"num_return_sequences": 2, "do_sample": True}),
+]
+
+
+@pytest.mark.parametrize(("match", "ids", "settings"), BAD)
+def test_a_bad_request_is_refused_alone(
+    match: str, ids: Any, settings: dict[str, Any], attach: Attach, references: References
+) -> None:
+    engine = attach().engine
+    running = engine.submit(prompt(3), max_new_tokens=30)
+    with pytest.raises(ValueError, match=match):
+        engine.submit(ids, **{"max_new_tokens": 4} | settings)
+    if not settings:
+        found = engine.generate_batch([prompt(3), ids, prompt(9)], max_new_tokens=12)
+        assert [r.finish_reason for r in found.values()] == ["length", "error", "length"]
+        assert found["req_1"].error is not None
+        assert match.split(":")[0] in found["req_1"].error
+        assert found["req_2"].generated_tokens == references.text(9)[:12]
+    assert running.result(WAIT).generated_tokens == references.text(3)[:30]
+    assert engine.num_open == 0
+
+
+def test_ids_are_taken_until_their_request_ends(attach: Attach) -> None:
+    engine = attach().engine
+    first = engine.submit(prompt(3), request_id="one", max_new_tokens=200)
+    with pytest.raises(ValueError, match="request_id: expected a new one, got 'one'"):
+        engine.submit(prompt(3), request_id="one", max_new_tokens=4)
+    engine.cancel_request("one")
+    engine.cancel_request("nobody")
+    assert first.result(0).finish_reason == "cancelled"
+    for _ in range(30):  # Free the moment the result is there.
+        engine.submit(prompt(3), request_id="one", max_new_tokens=1).result(WAIT)
+
+
+def test_a_handle_gives_each_token_once(attach: Attach, references: References) -> None:
+    engine = attach().engine
+    handle = engine.submit(torch.tensor(prompt(9)), max_new_tokens=20)
+    with pytest.raises(TimeoutError, match="not finished"):
+        handle.result(0)
+    got = next(iter(handle))
+    got += [t for delta in handle for t in delta]
+    assert got == references.text(9)[:20]
+    assert list(handle) == list(handle) == []
+    result = handle.result()
+    assert result.progress
+    assert result.tokens_per_pass == 19 / len(result.progress)
+    assert result.queued_at <= result.first_token_at <= result.finished_at  # type: ignore[operator]
+
+
+def test_leaving_a_stream_cancels_the_rest(attach: Attach) -> None:
+    engine = attach().engine
+    for result in engine.stream([prompt(3)] * 20, max_new_tokens=30):
+        assert result.finish_reason == "length"
+        break
+    del result
+    gc.collect()
+    all_back(engine)
+    with pytest.raises(ValueError, match="seeds: expected 2"):
+        engine.stream([[1], [2]], seeds=[3])
