@@ -138,6 +138,8 @@ def soak(
         handle = engine.submit(prompt(length), **SETTINGS[setting])
         case = Case(handle, references(length, setting), rng.random() < CANCELLED)
         running.append(case)
+        if case.doomed and rng.random() < 0.5:
+            handle.cancel()  # as early as can be: on a slow machine the others may all be too late
         if rng.random() < 0.2:
             time.sleep(rng.random() * 0.02)
         for other in [c for c in running if c.doomed and rng.random() < 0.1]:
