@@ -153,16 +153,10 @@ class Core:
     def warm_up(self, requests: list[Request]) -> None:
         """Make room for these requests, and compile and capture what they may need."""
         chooser = chooser_of(requests)
-        workspace = self.make_room(requests)
-        stages = self.stages(chooser)
+        self.make_room(requests)
         self.prepare(requests)
         if self.captured:
-            costs, kinds = (
-                self._costs.setdefault(chooser, MeasuredCosts()),
-                bucket_kinds(self.config),
-            )
-            lanes = buckets_to(len(requests))
-            capture_buckets(workspace, stages, lanes, kinds, costs, alone=True)
+            self._capture(chooser, len(requests), alone=True)
 
     def place(self, requests: list[Request]) -> None:
         """Write the state of requests, which have slots and pages, to the device."""
@@ -283,17 +277,27 @@ class Core:
         """The budget policy, with the times of every bucket that so many requests may pass."""
         if not self.config.adaptive or self.drafter is None:
             return None
-        assert self.workspace is not None
-        stages = self._stages[chooser]
         if self.config.average is not None:
             average = min(self.config.average, self.drafter.config.block_size)
             return self._policies.setdefault(chooser, FixedBudget(average))
         if self.captured:
-            costs = self._costs.setdefault(chooser, MeasuredCosts())
-            lanes, kinds = buckets_to(requests), bucket_kinds(self.config)
-            capture_buckets(self.workspace, stages, lanes, kinds, costs, alone=alone)
+            costs = self._capture(chooser, requests, alone=alone)
             return self._policies.setdefault(chooser, AutoBudget(costs))
         if chooser not in self._policies:
-            measured = linear_costs(self.workspace, stages, min(requests, TIMED_LANES))
+            assert self.workspace is not None
+            lanes = min(requests, TIMED_LANES)
+            measured = linear_costs(self.workspace, self.stages(chooser), lanes)
             self._policies[chooser] = AutoBudget(measured)
         return self._policies[chooser]
+
+    def _capture(self, chooser: Chooser, requests: int, *, alone: bool) -> MeasuredCosts:
+        """Capture and time what so many requests may pass and is missing; returns all times."""
+        assert self.workspace is not None
+        costs = self._costs.setdefault(chooser, MeasuredCosts())
+        stages, lanes, kinds = (
+            self.stages(chooser),
+            buckets_to(requests),
+            bucket_kinds(self.config),
+        )
+        capture_buckets(self.workspace, stages, lanes, kinds, costs, alone=alone)
+        return costs
