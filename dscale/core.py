@@ -25,13 +25,7 @@ from dscale.prefill import make_chunk
 from dscale.request import Request, not_finite
 from dscale.stages import Stages, build_stages
 from dscale.stats import Stats
-from dscale.timing import (
-    MeasuredCosts,
-    bucket_kinds,
-    buckets_to,
-    capture_buckets,
-    linear_costs,
-)
+from dscale.timing import MeasuredCosts, bucket_kinds, buckets_to, capture_buckets, linear_costs
 from dscale.workspace import STOP_IDS, Workspace, bucket_of
 
 TIMED_LANES = 8
@@ -294,10 +288,7 @@ class Core:
         """Capture and time what so many requests may pass and is missing; returns all times."""
         assert self.workspace is not None
         costs = self._costs.setdefault(chooser, MeasuredCosts())
-        stages, lanes, kinds = (
-            self.stages(chooser),
-            buckets_to(requests),
-            bucket_kinds(self.config),
-        )
+        stages, lanes = self.stages(chooser), buckets_to(requests)
+        kinds = bucket_kinds(self.config)
         capture_buckets(self.workspace, stages, lanes, kinds, costs, alone=alone)
         return costs
