@@ -1,11 +1,10 @@
 """A caller's own logits processors: what they see, and what happens when they fail."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from contract import ROWS, attached, check
+from contract import ROWS, check
 from tiny import (
     VOCAB,
     always_wrong,
@@ -16,7 +15,6 @@ from tiny import (
     prompt,
     ragged,
     script,
-    tiny_model,
 )
 from torch import Tensor
 from transformers import (
@@ -35,18 +33,6 @@ ONE = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
 BATCH = left_padded(ROWS, pad=VOCAB - 1)
 NEW = 34
 DRAFTERS = [oracle, always_wrong, ragged, None]
-
-
-@pytest.fixture(scope="module")
-def reference() -> Any:
-    """A model that nobody attaches."""
-    return tiny_model()
-
-
-@pytest.fixture(scope="module")
-def spec(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attachment]:
-    """A model attached with a random drafter."""
-    yield from attached(tmp_path_factory.mktemp("drafter"))
 
 
 @pytest.fixture(scope="module")

@@ -3,12 +3,12 @@
 import logging
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from contract import ROWS, Letters, attached
+from contract import ROWS, Letters
 from tiny import (
     VOCAB,
     always_wrong,
@@ -19,7 +19,6 @@ from tiny import (
     prompt,
     ragged,
     script,
-    tiny_model,
 )
 from torch import Tensor
 from transformers import (
@@ -37,18 +36,6 @@ from dscale import Attachment
 IDS = torch.tensor([prompt(9)])
 BATCH = left_padded(ROWS, pad=VOCAB - 1)
 NEW = 40
-
-
-@pytest.fixture(scope="module")
-def reference() -> Any:
-    """A model that nobody attaches."""
-    return tiny_model()
-
-
-@pytest.fixture(scope="module")
-def spec(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attachment]:
-    """A model attached with a random drafter."""
-    yield from attached(tmp_path_factory.mktemp("drafter"))
 
 
 @pytest.fixture(scope="module")

@@ -1,11 +1,10 @@
 """Samples on the host path: the same draws, every filter, and values that nobody takes."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from contract import ROWS, attached
+from contract import ROWS
 from tiny import (
     VOCAB,
     always_wrong,
@@ -15,7 +14,6 @@ from tiny import (
     plain,
     prompt,
     ragged,
-    tiny_model,
 )
 
 from dscale import Attachment
@@ -25,18 +23,6 @@ ONE = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
 BATCH = left_padded(ROWS, pad=VOCAB - 1)
 NEW = 34
 DRAFTERS = [oracle, always_wrong, ragged, None]
-
-
-@pytest.fixture(scope="module")
-def reference() -> Any:
-    """A model that nobody attaches."""
-    return tiny_model()
-
-
-@pytest.fixture(scope="module")
-def spec(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attachment]:
-    """A model attached with a random drafter."""
-    yield from attached(tmp_path_factory.mktemp("drafter"))
 
 
 @pytest.fixture(scope="module")

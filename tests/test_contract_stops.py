@@ -1,12 +1,12 @@
 """Stop strings, stopping criteria and time limits: every call, cut and pad as plain generate's."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from contract import ROWS, Letters, attached, same
+from contract import ROWS, Letters, same
 from tiny import (
     VOCAB,
     always_wrong,
@@ -17,7 +17,6 @@ from tiny import (
     prompt,
     ragged,
     script,
-    tiny_model,
 )
 from torch import Tensor
 from transformers import EosTokenCriteria, MaxLengthCriteria, StoppingCriteria
@@ -29,18 +28,6 @@ from dscale.compiled.target import Target
 IDS = torch.tensor([prompt(9)])
 BATCH = left_padded(ROWS, pad=VOCAB - 1)
 NEW = 40
-
-
-@pytest.fixture(scope="module")
-def reference() -> Any:
-    """A model that nobody attaches."""
-    return tiny_model()
-
-
-@pytest.fixture(scope="module")
-def spec(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attachment]:
-    """A model attached with a random drafter."""
-    yield from attached(tmp_path_factory.mktemp("drafter"))
 
 
 @pytest.fixture(scope="module")
