@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-GRAPH_KERNELS = 20
+GRAPH_KERNELS = 4
 """A launch of more kernels than this is a captured graph; the eager ones launch one each."""
 
 MIB = 2**20

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import types
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -41,3 +44,25 @@ def own_forward(stage: nn.Module) -> Callable[..., Any]:
 def begin_step() -> None:
     """Mark the start of a step, so that CUDA-graph trees may reuse the last step's memory."""
     torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def own_trees() -> Iterator[None]:
+    """CUDA-graph trees for this thread, let go at the end.
+
+    PyTorch makes them on the thread that first imports them, and for autograd's threads; on any
+    other the first recording fails an assertion (torch 2.11 to 2.13)."""
+    from torch._inductor import cudagraph_trees as trees
+
+    containers: dict[int, Any] = {}
+    locks: dict[int, threading.Lock] = defaultdict(threading.Lock)
+    for name, value in (("tree_manager_containers", containers), ("tree_manager_locks", locks)):
+        setattr(trees.local, name, value)
+        torch._C._stash_obj_in_tls(name, value)
+    try:
+        yield
+    finally:
+        for container in containers.values():
+            if container.tree_manager is not None:
+                container.tree_manager.shutdown()
+        containers.clear()

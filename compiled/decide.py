@@ -65,11 +65,14 @@ class Decide(nn.Module):
         """Draft; write the candidates, return their scores `[N, C]` float32, None without
         scoring."""
         hidden_NCD = self.draft(requests, step)[:, 1 : self.rows]
-        logits = self.target.logits(hidden_NCD)
+        # Flat: a product over [N, C, D] of a slice is one product a lane, each reading the whole
+        # head (9.2 instead of 1.1 ms at 32 lanes of Qwen3-8B on an H200).
+        logits_RV = self.target.logits(hidden_NCD.flatten(0, 1))
         if self.rows is not None:
-            step.candidate_NC[:, : self.rows - 1].copy_(logits.argmax(-1))
+            choice_NC = logits_RV.argmax(-1).view(-1, self.rows - 1)
+            step.candidate_NC[:, : self.rows - 1].copy_(choice_NC)
             return None
-        statistics = ops.row_statistics(logits.flatten(0, 1))
+        statistics = ops.row_statistics(logits_RV)
         lanes, candidates = step.candidate_NC.shape
         step.candidate_NC.copy_(statistics.index_R.view(lanes, candidates))
         if self.predictor is None:

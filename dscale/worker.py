@@ -8,12 +8,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
 import torch
 
 from dscale.batcher import Batcher
+from dscale.compiled.capture import own_trees
 from dscale.errors import ClosedError
 
 Command = Callable[[Batcher], None]
@@ -100,9 +102,11 @@ def _cancel_all(batcher: Batcher) -> None:
 
 def _work(batcher: Batcher, inbox: SimpleQueue[Command | None]) -> None:
     device = batcher.core.target.norm.device
+    trees: AbstractContextManager[None] = nullcontext()
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    with torch.no_grad():
+        trees = own_trees()
+    with trees, torch.no_grad():
         while True:
             try:
                 command = inbox.get(block=not batcher.busy)

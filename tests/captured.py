@@ -13,7 +13,7 @@ from dscale.policy import MULTIPLES, AutoBudget, Choice, Floats
 from dscale.request import Request
 
 LENGTHS = [3, 130, 17, 1, 64]
-POOL = 8 * 128
+POOL = 12 * 128
 SAMPLED = {"do_sample": True, "top_k": 7, "top_p": 0.9, "seed": 5}
 SETTINGS: list[dict[str, Any]] = [{}, SAMPLED]
 

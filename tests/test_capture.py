@@ -1,5 +1,6 @@
 """Compiled stages without a GPU: whole graphs, one compile for all batches, late results."""
 
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import dscale
 import dscale.core
 import dscale.stages
 import dscale.timing
-from dscale.compiled.capture import own_forward
+from dscale.compiled.capture import own_forward, own_trees
 from dscale.compiled.prefill import Prefill
 from dscale.core import Core
 from dscale.timing import Runner
@@ -169,3 +170,20 @@ def test_late_results_change_nothing(
     assert seen[0][1:] == seen[1][1:]
     assert len(seen[0][1]) > 5
     assert seen[0][2][3] > 5
+
+
+def test_every_thread_has_cuda_graph_trees_of_its_own() -> None:
+    from torch._inductor.cudagraph_trees import get_container
+
+    found: list[Any] = []
+
+    def run() -> None:
+        with own_trees():
+            found.append(get_container(0))
+            assert get_container(0) is found[-1]
+
+    for _ in range(2):
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+    assert len(found) == 2 and found[0] is not found[1]
