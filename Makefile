@@ -16,7 +16,7 @@ test: lint types
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 soak: $(READY)
-	PYTHONPATH=tests $(BIN)/python tests/soak.py
+	PYTHONPATH=.:tests $(BIN)/python tests/soak.py
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from dscale.choosers import chooser_of
+from dscale.choosers import chooser_of, narrowest
 from dscale.compiled.attention import VERIFY_TILE
 from dscale.compiled.drafter import Drafter
 from dscale.compiled.flow import COUNT, FAILED, LIVE, TOKENS
@@ -19,14 +19,14 @@ from dscale.compiled.target import Target
 from dscale.config import EngineConfig
 from dscale.decode import Decoding
 from dscale.host import HostStages, host_stages
-from dscale.kernels.ops import MAX_LANES
 from dscale.policy import AutoBudget, FixedBudget, Policy
 from dscale.prefill import make_chunk
 from dscale.request import Request, not_finite
+from dscale.sizing import sizes
 from dscale.stages import Stages, build_stages
 from dscale.stats import Stats
 from dscale.timing import MeasuredCosts, bucket_kinds, buckets_to, capture_buckets, linear_costs
-from dscale.workspace import STOP_IDS, Workspace, bucket_of
+from dscale.workspace import Workspace
 
 TIMED_LANES = 8
 """Lanes of the eager passes that are timed for budget "auto" without captured graphs."""
@@ -48,6 +48,8 @@ class Core:
     _stages: dict[Chooser, Stages] = field(default_factory=dict)
     _policies: dict[Chooser, Policy | None] = field(default_factory=dict)
     _costs: dict[Chooser, MeasuredCosts] = field(default_factory=dict)
+    _ready: set[Chooser] = field(default_factory=set)
+    _warmed: set[Chooser] = field(default_factory=set)
     _host: HostStages | None = None
 
     @property
@@ -70,7 +72,7 @@ class Core:
     def decoding(self, requests: list[Request]) -> Decoding:
         """Decode steps that serve all these requests, and as many more as they are."""
         assert self.workspace is not None
-        chooser = chooser_of(requests)
+        chooser = self._chooser(requests, self._ready)
         return Decoding(
             self.workspace,
             self.stages(chooser),
@@ -140,14 +142,24 @@ class Core:
         """Time what the budget policy needs for so many requests; best while none is placed."""
         requests = [r for r in requests if r.guide is None]
         if requests:
-            chooser = chooser_of(requests)
+            chooser = self._chooser(requests, self._warmed)
             self.stages(chooser)
             self._policy(chooser, len(requests), alone=True)
+
+    def _chooser(self, requests: list[Request], among: set[Chooser]) -> Chooser:
+        """How these requests' tokens are chosen in captured steps: by the narrowest way of `among`
+        that serves them, so that nothing is compiled while others wait, else by their own."""
+        chooser = chooser_of(requests)
+        if self.captured:
+            chooser = narrowest(chooser, among) or chooser
+            self._ready.add(chooser)
+        return chooser
 
     def warm_up(self, requests: list[Request]) -> None:
         """Make room for these requests, and compile and capture what they may need."""
         chooser = chooser_of(requests)
         self.make_room(requests)
+        self._warmed.add(chooser)
         self.prepare(requests)
         if self.captured:
             self._capture(chooser, len(requests), alone=True)
@@ -220,36 +232,12 @@ class Core:
     def close(self) -> None:
         """Let the workspace go, and everything made for it."""
         self.workspace = self._host = None
-        for made in (self._stages, self._policies, self._costs):
+        for made in (self._stages, self._policies, self._costs, self._ready, self._warmed):
             made.clear()
 
     def sizes(self, requests: list[Request]) -> dict[str, int]:
         """Sizes these requests need, rounded up so that the next ones rarely need more."""
-        num_pages = 1 + sum(r.num_pages for r in requests)
-        per_request = 1 << (max(r.num_pages for r in requests) - 1).bit_length()
-        most = self.config.max_concurrency or len(requests)
-        capacity = self.config.pool_tokens
-        if capacity is None:
-            num_pages = max(-(-num_pages // 16) * 16, per_request)
-        else:
-            limit = 1 + -(-capacity // PAGE)
-            if num_pages > limit:
-                raise ValueError(
-                    f"pool_tokens: expected at least {(num_pages - 1) * PAGE} (prompt + "
-                    f"max_new_tokens + {2 * VERIFY_TILE} of each of {len(requests)} requests, in "
-                    f"pages of {PAGE}), got {capacity}"
-                )
-            # Nothing grows later: any request that fits at all must find its place at any time.
-            most = self.config.max_concurrency or min(limit - 1, MAX_LANES)
-            num_pages = per_request = limit
-        stop_ids = max(len(r.stop_ids) for r in requests)
-        return {
-            "max_requests": bucket_of(most),
-            "num_pages": num_pages,
-            "pages_per_request": per_request,
-            "stop_ids": max(STOP_IDS, 1 << (stop_ids - 1).bit_length() if stop_ids else 0),
-            "seen": self.target.config.vocab_size if chooser_of(requests).penalty else 1,
-        }
+        return sizes(self.config, self.target.config, requests)
 
     def stages(self, chooser: Chooser) -> Stages:
         """Build the stages for one way of choosing tokens, once."""

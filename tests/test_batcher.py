@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from soak import References, all_back, soak
+from soak import References, soak
 from tiny import prompt, tiny_drafter, tiny_model
 
 import dscale
+from bench.soak_load import all_back
 from dscale.batcher import Batcher
 from dscale.compiled.drafter import Drafter
 from dscale.core import Core

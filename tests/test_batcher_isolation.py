@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from soak import References, all_back
+from soak import References
 from tiny import VOCAB, prompt, tiny_drafter, tiny_model
 
 import dscale
+from bench.soak_load import all_back
 from dscale.batcher import Batcher
 from dscale.compiled.kv import KVPool
 from dscale.request import Request

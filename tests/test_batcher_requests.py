@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from soak import WAIT, References, all_back
+from soak import References
 from tiny import prompt, tiny_drafter, tiny_model
 
 import dscale
+from bench.soak_load import WAIT, all_back
 from dscale import Attachment
 from dscale.compiled.drafter import Drafter
 

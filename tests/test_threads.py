@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from soak import SETTINGS, WAIT, References, all_back
+from soak import SETTINGS, References
 from tiny import VOCAB, left_padded, prompt, tiny_drafter, tiny_model
 from transformers import TextIteratorStreamer
 
 import dscale
+from bench.soak_load import WAIT, all_back
 from dscale import Attachment
 from dscale.compiled.drafter import Drafter
 from dscale.core import Core
