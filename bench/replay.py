@@ -1,0 +1,258 @@
+"""A discrete-event replay of closed loops: measured times of steps and prefills, simulated
+acceptance, and the batcher's own rules; no model runs.
+
+Two clocks advance: the host's, and the moment until which the GPU has work. Milliseconds."""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bench.client import Served
+from bench.step_cases import Case
+from dscale.compiled.attention import VERIFY_TILE
+from dscale.kernels import ops
+from dscale.policy import AutoBudget, Choice, Cost, Costs, FixedBudget, Policy
+from dscale.request import Request
+from dscale.stats import Stats
+from dscale.timing import MeasuredCosts
+from dscale.workspace import bucket_of
+
+CANDIDATES = VERIFY_TILE - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Measured milliseconds. `steps`: captured buckets, rows None for a uniform step. `launch`:
+    the host's time to start a step; `finish`: to hand out its results. Prefills by their tokens
+    together: `prefill` for the whole round when nothing else runs, `prefill_gpu` of the GPU
+    alone."""
+
+    steps: MeasuredCosts
+    prefill: Sequence[tuple[int, float]]
+    prefill_gpu: Sequence[tuple[int, float]]
+    launch: float = 0.3
+    finish: float = 0.1
+
+    def of_step(self, lanes: int, rows: int | None) -> Cost:
+        """The measured bucket, or the next larger one of as many lanes. Raises ValueError where
+        there is none."""
+        table = self.steps.table
+        if rows:
+            larger = [n for count, n in table if count == lanes and n is not None and n >= rows]
+            rows = min(larger, default=rows)
+        if (lanes, rows) not in table:
+            raise ValueError(f"steps: expected a time of {lanes} lanes, {rows} rows, got none")
+        return table[lanes, rows]
+
+    def of_prefill(self, tokens: int) -> tuple[float, float]:
+        """(round, GPU) time of a prefill of so many tokens."""
+        whole, alone = (
+            float(np.interp(tokens, *zip(*table, strict=True)))
+            for table in (self.prefill, self.prefill_gpu)
+        )
+        return whole, alone
+
+
+@dataclass(slots=True)
+class Under:
+    """A step under way: who takes part and what it will commit, and when it ends."""
+
+    live: list[Request]
+    count_N: list[int]
+    length_N: list[int]
+    choice: Choice | None
+    score_NC: Tensor
+    end: float
+
+
+@dataclass(slots=True)
+class Replay:
+    """One closed loop. `late`, `padded`: as in `dscale.decode.Decoding`, which this mirrors
+    together with `dscale.batcher.Batcher`."""
+
+    case: Case
+    times: Times
+    score_TSC: Tensor
+    accepted_TS: Tensor
+    chunk: int = 512
+    late: bool = True
+    padded: bool = True
+    policy: Policy | None = None
+    stats: Stats = field(default_factory=Stats)
+    host: float = 0.0
+    gpu: float = 0.0
+    _at_S: list[int] = field(default_factory=list)
+    _left: dict[Request, int] = field(default_factory=dict)
+    _waiting: deque[Request] = field(default_factory=deque)
+    _slots: list[int] = field(default_factory=list)
+    _filling: list[Request] = field(default_factory=list)
+    _live: list[Request] = field(default_factory=list)
+    _pending: Under | None = None
+
+    def __post_init__(self) -> None:
+        slots = self.accepted_TS.shape[1] - 1
+        self._at_S, self._slots = [0] * (slots + 1), list(range(slots))
+        if self.policy is None and self.case.config.adaptive:
+            self.policy = policy_of(self.case, self.times.steps)
+
+    def run(self, requests: Sequence[Request], workers: int) -> Served:
+        """Serve requests to `workers` workers; times are seconds of the replay."""
+        left, ends = iter(requests), 0
+        self._submit(list(islice(left, workers)))
+        began = self.host
+        while ends < len(requests):
+            ended = self._round()
+            ends += len(ended)
+            self._submit(list(islice(left, len(ended))))
+        return Served(requests, (self.host - began) / 1e3)
+
+    def _submit(self, requests: list[Request]) -> None:
+        for request in requests:
+            request.queued_at = self.host / 1e3
+            self._left[request] = request.max_new_tokens
+        self._waiting.extend(requests)
+
+    def _round(self) -> list[Request]:
+        while self._waiting and self._slots:
+            request = self._waiting.popleft()
+            request.slot = heapq.heappop(self._slots)
+            self._filling.append(request)
+        began = self.host
+        ended = self._fill()
+        filled = self.host
+        ended += self._decode()
+        self.stats.prefill_seconds += (filled - began) / 1e3
+        self.stats.decode_seconds += (self.host - filled) / 1e3
+        return ended
+
+    def _fill(self) -> list[Request]:
+        left = self.chunk if self._live else self.chunk * len(self._filling)
+        lengths: dict[Request, int] = {}
+        for request in self._filling:
+            length = min(self.chunk, left, len(request.prompt) - request.prefilled)
+            if length < 1:
+                break
+            lengths[request] = length
+            left -= length
+        if not lengths:
+            return []
+        whole, alone = self.times.of_prefill(sum(lengths.values()))
+        for request, length in lengths.items():
+            request.prefilled += length
+        done = [r for r in lengths if r.prefilled == len(r.prompt)]
+        end = max(self.host + whole, self.gpu + alone)
+        # Nobody waits for a chunk that ends no prompt.
+        self.gpu, self.host = end, end if done else self.host + whole
+        self._filling = [r for r in self._filling if r not in done]
+        ended = []
+        for request in done:
+            self._left[request] -= 1
+            self._give(request, 1)
+            ended += [request] if self._left[request] == 0 else []
+        self._live = sorted([*self._live, *(r for r in done if r not in ended)], key=_slot)
+        for request in ended:
+            self._end(request)
+        return ended
+
+    def _decode(self) -> list[Request]:
+        under = self._launch() if self._live else None
+        if self.late:
+            under, self._pending = self._pending, under
+        return self._finish(under) if under is not None else []
+
+    def _launch(self) -> Under:
+        live, count = list(self._live), len(self._live)
+        lanes = bucket_of(count) if self.padded else count
+        choice = self._choose(lanes)
+        slots = [r.slot for r in live]
+        at = [self._at_S[slot] % self.accepted_TS.shape[0] for slot in slots]
+        score_NC = self.score_TSC[at, slots]
+        left = [self._left[r] for r in live]
+        length_N = self._lengths(choice, score_NC, left)
+        accepted_N = self.accepted_TS[at, slots].tolist()
+        rows = list(zip(accepted_N, length_N, left, strict=True))
+        count_N = [min(a, k - 1, n - 1) + 1 if n else 0 for a, k, n in rows]
+        for request, committed in zip(live, count_N, strict=True):
+            self._left[request] -= committed
+            # A draftless step advances the trace, too: its verify does.
+            self._at_S[request.slot] += 1
+        rows_in_all = None if choice is None else (choice.rows if choice.draft else 0)
+        cost = self.times.of_step(lanes, rows_in_all)
+        self.host += self.times.launch
+        end = max(self.gpu, self.host) + cost.at(sum(r.context for r in live))
+        self.gpu = end
+        return Under(live, count_N, length_N, choice, score_NC, end)
+
+    def _choose(self, lanes: int) -> Choice | None:
+        if self.policy is None:
+            return None
+        unknown = np.full(CANDIDATES, np.nan, np.float32)
+        known = [unknown if r.scores is None else r.scores for r in self._live]
+        choice = self.policy.choose(lanes, np.stack(known), sum(r.context for r in self._live))
+        if self.padded or not choice.draft:
+            return choice
+        most = sum(min(VERIFY_TILE, r.max_new_tokens - len(r.tokens)) for r in self._live)
+        rows = min(choice.rows, choice.average * len(self._live), most)
+        return Choice(rows, choice.average)
+
+    def _lengths(self, choice: Choice | None, score_NC: Tensor, left: list[int]) -> list[int]:
+        if choice is None:
+            return [self.case.config.uniform_rows(VERIFY_TILE)] * len(left)
+        if not choice.draft:
+            return [1 if n else 0 for n in left]
+        lengths: list[int] = ops.allocate_budget(
+            score_NC.contiguous(),
+            torch.tensor([n > 0 for n in left]),
+            torch.tensor(left, dtype=torch.int32),
+            torch.tensor([choice.rows, choice.average], dtype=torch.int32),
+            self.case.config.budget_seed,
+        ).tolist()
+        return lengths
+
+    def _finish(self, under: Under) -> list[Request]:
+        self.host = max(self.host, under.end) + self.times.finish
+        self.stats.steps += any(under.count_N)
+        part = [i for i, count in enumerate(under.count_N) if count]
+        if under.choice is not None and under.choice.draft and part and self.policy is not None:
+            for at in part:
+                under.live[at].scores = under.score_NC[at].numpy()
+            length_N, count_N = (np.array(n, np.float32) for n in (under.length_N, under.count_N))
+            self.policy.observe(under.score_NC[part].numpy(), length_N[part], count_N[part] - 1)
+        ended = []
+        for at in part:
+            request, count = under.live[at], under.count_N[at]
+            self.stats.add_pass(count, under.length_N[at])
+            request.progress.append(count)
+            self._give(request, count)
+            if len(request.tokens) == request.max_new_tokens:
+                ended.append(request)
+        for request in ended:
+            self._live.remove(request)
+            self._end(request)
+        return ended
+
+    def _give(self, request: Request, count: int) -> None:
+        request.first_token_at = request.first_token_at or self.host / 1e3
+        request.tokens += [0] * count
+
+    def _end(self, request: Request) -> None:
+        heapq.heappush(self._slots, request.slot)
+        request.finish_reason, request.finished_at = "length", self.host / 1e3
+
+
+def policy_of(case: Case, costs: Costs) -> Policy:
+    """The budget policy of an adaptive case."""
+    average = case.config.average
+    return AutoBudget(costs) if average is None else FixedBudget(average)
+
+
+def _slot(request: Request) -> int:
+    return request.slot

@@ -1,0 +1,175 @@
+"""The engine's batcher and thread, switched from mode to mode between measurements: all modes
+share weights, caches and every stage they have in common, so each is compiled once."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from bench.simulated import Trace, simulate
+from bench.step_cases import Case
+from dscale.batcher import Batcher
+from dscale.compiled.attention import VERIFY_TILE
+from dscale.compiled.capture import capture
+from dscale.compiled.drafter import Drafter
+from dscale.compiled.predictor import Predictor
+from dscale.compiled.sampling import Chooser
+from dscale.compiled.target import Target
+from dscale.config import EngineConfig
+from dscale.core import Core
+from dscale.request import Request
+from dscale.stages import Stages, build_stages
+from dscale.stats import Stats
+from dscale.timing import MeasuredCosts
+from dscale.worker import Command, Worker
+from dscale.workspace import Workspace
+
+Kept = tuple[dict[Any, Any], dict[Any, Any], dict[Any, Any]]
+
+
+@dataclass(slots=True)
+class SharedCore(Core):
+    """A core whose stages outlive its mode. `trace`: simulated acceptance, None for the real one.
+    `all_modes`: the drafter of every mode but "ar"."""
+
+    trace: Trace | None = None
+    all_modes: Drafter | None = None
+    per_head: bool = False
+    _shared: dict[object, Any] = field(default_factory=dict)
+    _kept: dict[object, Kept] = field(default_factory=dict)
+
+    def use(self, case: Case, settings: EngineConfig) -> None:
+        """Turn to another mode; what was captured and measured for it before is there again.
+        `settings`: all but mode and budget. Only while no request is placed."""
+        config = dataclasses.replace(settings, mode=case.mode, budget=case.budget)
+        self.config, self.per_head = config, case.per_head
+        self.drafter = None if case.mode == "ar" else self.all_modes
+        # Times of buckets: those of one mode serve all its budgets.
+        stages, policies, _ = self._kept.setdefault(case, ({}, {}, {}))
+        costs = self._kept.setdefault((case.mode, case.per_head), ({}, {}, {}))[2]
+        self._stages, self._policies, self._costs = stages, policies, costs
+
+    def stages(self, chooser: Chooser) -> Stages:
+        """The stages of the mode for one way of choosing tokens, compiled where no mode has had
+        them."""
+        if chooser in self._stages:
+            return self._stages[chooser]
+        assert self.workspace is not None
+        raw = build_stages(
+            self.target, self.drafter, self.predictor, self.workspace, self.config, chooser,
+            flex=self.flex, captured=False,
+        )  # fmt: skip
+        verify: Any = raw.verify
+        if self.per_head:
+            verify.tile = dataclasses.replace(verify.tile, per_head=True, block=VERIFY_TILE)
+        key = (self.drafter is None, verify.rows, verify.tile, chooser, self.config.adaptive)
+        decide: Any = raw.decide
+        made = dataclasses.replace(
+            raw,
+            decide=decide and self._made(("decide", decide.rows, decide.seed), decide),
+            anchors=raw.anchors and self._made("anchors", raw.anchors, simulated=False),
+            verify=self._made(key, verify),
+        )
+        self._stages[chooser] = made
+        return made
+
+    def times(self, chooser: Chooser) -> MeasuredCosts:
+        """Times of the mode's buckets, as far as they have been captured."""
+        return self._costs.get(chooser, MeasuredCosts())
+
+    def make_room(self, requests: list[Request]) -> Workspace:
+        """As ever, but with the draft cache that other modes need."""
+        drafter, self.drafter = self.drafter, self.all_modes
+        try:
+            return Core.make_room(self, requests)
+        finally:
+            self.drafter = drafter
+
+    def close(self) -> None:
+        """Let the workspace and all stages go."""
+        Core.close(self)
+        self._shared.clear()
+        for made in self._kept.values():
+            for kept in made:
+                kept.clear()
+
+    def _made(self, key: object, stage: Any, simulated: bool = True) -> Any:
+        if key not in self._shared:
+            if self.trace is not None and simulated:
+                stage = simulate(stage, self.trace)
+            self._shared[key] = capture(stage) if self.captured else stage
+        return self._shared[key]
+
+
+class SwitchedEngine:
+    """A batcher on its thread over a SharedCore. The first `use` makes room for its requests, and
+    later ones must not need more: everything would be compiled anew."""
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter,
+        predictor: Predictor | None,
+        settings: EngineConfig,
+        trace: Trace | None = None,
+    ) -> None:
+        """`settings`: all but mode and budget."""
+        self.stats, self.settings = Stats(), settings
+        self.core = SharedCore(
+            target, drafter, predictor, settings, self.stats, trace=trace, all_modes=drafter
+        )
+        self.batcher = Batcher(self.core)
+        self._worker = Worker(self.batcher)
+
+    def use(self, case: Case, requests: Sequence[Request]) -> float:
+        """Turn to a mode; compile and capture what requests like these, all at once, may need and
+        is missing (nothing without any). Returns the seconds it took. Raises ValueError where they
+        need a larger workspace than the first ones."""
+        began = time.perf_counter()
+
+        def run(batcher: Batcher) -> None:
+            _drain(batcher)
+            core, wanted = self.core, list(requests)
+            core.use(case, self.settings)
+            if not wanted:
+                return
+            if core.workspace is not None and not core.workspace.fits(**core.sizes(wanted)):
+                raise ValueError("requests: expected no larger ones than at the first use")
+            batcher.warm_up(wanted)
+
+        self.ask(run)
+        return time.perf_counter() - began
+
+    def submit(self, requests: list[Request]) -> None:
+        """Queue requests; their sinks hear of the tokens, on the engine's thread."""
+        for request in requests:
+            request.queued_at = time.time()
+        self._worker.tell(lambda batcher: batcher.add(requests))
+
+    def ask(self, command: Command) -> None:
+        """Run `command(batcher)` on the engine's thread and wait; raises what it raises."""
+        self._worker.ask(command)
+
+    def forget(self, rewind: bool = True) -> None:
+        """Counters to zero and the trace to its start, when all requests are done."""
+
+        def run(batcher: Batcher) -> None:
+            _drain(batcher)
+            self.stats.reset()
+            if rewind and self.core.trace is not None:
+                self.core.trace.rewind()
+
+        self.ask(run)
+
+    def close(self) -> None:
+        """End the thread and free the buffers."""
+        self._worker.close()
+
+
+def _drain(batcher: Batcher) -> None:
+    """Make the last late step, of requests that have ended."""
+    while batcher.busy:
+        batcher.round()
