@@ -158,31 +158,25 @@ def visibility(paging: Paging, tile: Tile, group: int) -> Visibility:
 
 
 def attend(
-    q_RHE: Tensor,
+    q_NXQE: Tensor,
     pool: tuple[Tensor, Tensor],
     rows: Rows,
     paging: Paging,
     tile: Tile,
     seen: Visibility,
 ) -> Tensor:
-    """Attend packed rows to their requests' pages: `[R, H * E]` in the dtype of `q_RHE`."""
-    num_rows, num_heads, head_dim = q_RHE.shape
-    kv_heads = pool[0].shape[1]
-    group = num_heads // kv_heads
-    lanes, height = rows.row_NT.shape
-    shared = tile.heads(group)
-    q_NXQE = (
-        q_RHE[rows.row_NT]
-        .view(lanes, height, num_heads // shared, shared, head_dim)
-        .permute(0, 2, 3, 1, 4)
-        .reshape(lanes, num_heads // shared, shared * height, head_dim)
-    )
+    """Attend query tiles `[N, H / G, G * T, E]` (see `tile_heads`) to their requests' pages; the
+    result goes back to packed rows, `[R, H * E]`."""
+    (num_rows,), (lanes, height) = rows.lane_R.shape, rows.row_NT.shape
+    head_dim, shared = q_NXQE.shape[3], q_NXQE.shape[2] // height
+    num_heads = q_NXQE.shape[1] * shared
+    group = num_heads // pool[0].shape[1]
     if isinstance(seen, Tensor):
         out = gathered_attention(q_NXQE, pool, paging, seen)
     else:
         mask = block_mask(seen, paging, tile, group)
         key, value = (x.transpose(0, 1)[None] for x in pool)
-        flex = flex_attention if q_RHE.device.type == "cpu" else compiled_flex
+        flex = flex_attention if q_NXQE.device.type == "cpu" else compiled_flex
         out = flex(
             q_NXQE,
             key,

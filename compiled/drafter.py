@@ -20,9 +20,11 @@ from torch import Tensor, nn
 
 from dscale.compiled.attention import Rows, Tile, Visibility, attend, visibility
 from dscale.compiled.kv import KVPool, Paging, write
-from dscale.compiled.layers import rms_norm, rotary_table, rotate, swiglu
+from dscale.compiled.layers import add, rotary_table, swiglu
 from dscale.compiled.packed import linear, pack
 from dscale.compiled.target import Target
+from dscale.kernels.head_ops import tile_heads
+from dscale.kernels.reference_heads import rms_norm, rotate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,16 +164,17 @@ class Drafter(nn.Module):
         packed = w.packed.get
         normed = rms_norm(x, w.input_norm, c.rms_eps)
         qkv = linear(normed, self.qkv[index], None, packed("qkv"))
-        q, k, v = torch.split(
-            qkv.view(x.shape[0], -1, c.head_dim), [c.num_heads, c.num_kv_heads, c.num_kv_heads], 1
-        )
-        q, k = rms_norm(q, w.q_norm, c.rms_eps), rms_norm(k, w.k_norm, c.rms_eps)
+        qkv_RXE = qkv.view(x.shape[0], -1, c.head_dim)
+        q_NXQE, k = tile_heads(
+            qkv_RXE, w.q_norm, w.k_norm, cos, sin, rows.row_NT,
+            kv_heads=c.num_kv_heads, shared=tile.heads(self.group), eps=c.rms_eps,
+        )  # fmt: skip
         cache = pool.layer(index)
-        write(cache, rows.slot_R, rotate(k, cos, sin), v)
-        out = attend(rotate(q, cos, sin), cache, rows, paging, tile, seen)
-        x = x + linear(out, w.o, None, packed("o"))
+        write(cache, rows.slot_R, k, qkv_RXE[:, -c.num_kv_heads :])
+        out = attend(q_NXQE, cache, rows, paging, tile, seen)
+        x = add(x, linear(out, w.o, None, packed("o")))
         normed = rms_norm(x, w.post_norm, c.rms_eps)
-        return x + swiglu(normed, w.gate_up, None, w.down, None, w.packed)
+        return add(x, swiglu(normed, w.gate_up, None, w.down, None, w.packed))
 
     def pack(self) -> None:
         """Keep a copy of the layers' projections in oneDNN's blocked layout (CPU only)."""

@@ -1,5 +1,4 @@
-"""The few layers both decoders are made of: RMS norm, rotary embedding, fused projections,
-SwiGLU."""
+"""The few layers both decoders are made of: rotary table, residual sum, SwiGLU."""
 
 from __future__ import annotations
 
@@ -12,18 +11,6 @@ from torch import Tensor
 from dscale.compiled.packed import linear
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm over the last dimension, rounded as transformers rounds it.
-
-    The scale is computed in float32, the result rounded to `x.dtype`, then multiplied by `weight`.
-    """
-    if x.dtype == torch.float32:
-        return F.rms_norm(x, (x.shape[-1],), weight, eps)
-    wide = x.float()
-    scaled = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return weight * scaled.to(x.dtype)
-
-
 def rotary_table(
     position_R: Tensor, inv_freq: Tensor, scaling: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
@@ -33,10 +20,15 @@ def rotary_table(
     return (angle.cos() * scaling).to(dtype), (angle.sin() * scaling).to(dtype)
 
 
-def rotate(x_RHE: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply the half-split rotary embedding (dimension i pairs with i + head_dim / 2)."""
-    a, b = x_RHE.chunk(2, -1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+def add(x: Tensor, y: Tensor) -> Tensor:
+    """x + y, for the residual stream.
+
+    Inductor would make one addmm of the sum and the product before it, which copies `x` first (2
+    us each, two a layer); widened, the sum joins the norm after it instead, with the same result.
+    """
+    if torch.compiler.is_compiling():
+        return (x.float() + y.float()).to(x.dtype)
+    return x + y
 
 
 def swiglu(

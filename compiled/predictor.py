@@ -108,13 +108,24 @@ class Predictor(nn.Module):
         x = ((x - self.mean) / self.std).clamp(-_LIMIT, _LIMIT)
         x = torch.where(unknown_N, 0.0, x)
         for layer in (self.first, self.second):
-            x = F.silu(layer(x))
+            x = F.silu(few_rows(layer, x))
             if self.training:
                 x = F.dropout(x, self.dropout)
         log_probability_NC = feature_NCF[..., _LOG_PROBABILITY].clamp(_LOG_PRODUCT[0], 0.0)
         log_product_NC = log_probability_NC.cumsum(1).clamp(*_LOG_PRODUCT)
         odds_NC = log_product_NC - torch.log(-torch.expm1(log_product_NC))
-        return torch.where(unknown_N, -torch.inf, self.last(x) + self.gain * odds_NC)
+        last_NC = few_rows(self.last, x)
+        return torch.where(unknown_N, -torch.inf, last_NC + self.gain * odds_NC)
+
+
+def few_rows(layer: nn.Linear, x: Tensor) -> Tensor:
+    """The layer; in a captured stage as a sum of products, which Inductor fuses.
+
+    cuBLAS takes 40 us for a float32 product of 8 rows (396 x 208, H200)."""
+    if torch.compiler.is_compiling():
+        return (x[:, None] * layer.weight).sum(-1) + layer.bias
+    out: Tensor = layer(x)
+    return out
 
 
 def falling(score_NC: Tensor) -> Tensor:

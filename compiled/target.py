@@ -15,8 +15,10 @@ from torch import Tensor, nn
 
 from dscale.compiled.attention import Rows, Tile, Visibility, attend, visibility
 from dscale.compiled.kv import KVPool, Paging, write
-from dscale.compiled.layers import frozen, rms_norm, rotary_table, rotate, swiglu
+from dscale.compiled.layers import add, frozen, rotary_table, swiglu
 from dscale.compiled.packed import linear, pack
+from dscale.kernels.head_ops import tile_heads
+from dscale.kernels.reference_heads import rms_norm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,17 +85,21 @@ class Layer(nn.Module):
         packed = self.packed.get
         normed = rms_norm(x, self.input_norm, c.rms_eps)
         qkv = linear(normed, self.qkv, self.qkv_bias, packed("qkv"))
-        q, k, v = torch.split(
-            qkv.view(num_rows, -1, c.head_dim), [c.num_heads, c.num_kv_heads, c.num_kv_heads], 1
-        )
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = rms_norm(q, self.q_norm, c.rms_eps), rms_norm(k, self.k_norm, c.rms_eps)
-        write(pool, rows.slot_R, rotate(k, cos, sin), v)
-        out = attend(rotate(q, cos, sin), pool, rows, paging, tile, seen)
-        x = x + linear(out, self.o, self.o_bias, packed("o"))
+        qkv_RXE = qkv.view(num_rows, -1, c.head_dim)
+        q_NXQE, k = tile_heads(
+            qkv_RXE, self.q_norm, self.k_norm, cos, sin, rows.row_NT,
+            kv_heads=c.num_kv_heads, shared=tile.heads(c.num_heads // c.num_kv_heads),
+            eps=c.rms_eps,
+        )  # fmt: skip
+        write(pool, rows.slot_R, k, qkv_RXE[:, -c.num_kv_heads :])
+        out = attend(q_NXQE, pool, rows, paging, tile, seen)
+        x = add(x, linear(out, self.o, self.o_bias, packed("o")))
         normed = rms_norm(x, self.post_norm, c.rms_eps)
-        return x + swiglu(
-            normed, self.gate_up, self.gate_up_bias, self.down, self.down_bias, self.packed
+        return add(
+            x,
+            swiglu(
+                normed, self.gate_up, self.gate_up_bias, self.down, self.down_bias, self.packed
+            ),
         )
 
     def pack(self) -> None:

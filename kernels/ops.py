@@ -91,27 +91,29 @@ def accept_prefix(
     return accepted_N, successor_N
 
 
-def _expect(condition: bool, name: str, expected: str, received: object) -> None:
+def expect(condition: bool, name: str, expected: str, received: object) -> None:
+    """Raise ValueError about an argument unless the condition holds."""
     if not condition:
         raise ValueError(f"{name}: expected {expected}, got {received}")
 
 
-def _expect_tensor(name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def expect_tensor(name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """Raise ValueError unless a tensor has this dtype and shape."""
     ok = x.dtype == dtype and tuple(x.shape) == shape
-    _expect(ok, name, f"{dtype} {list(shape)}", f"{x.dtype} {list(x.shape)}")
+    expect(ok, name, f"{dtype} {list(shape)}", f"{x.dtype} {list(x.shape)}")
 
 
 def _check_row_statistics(logit: Tensor) -> None:
     floats = (torch.bfloat16, torch.float16, torch.float32)
     ok = logit.ndim == 2 and logit.shape[1] >= 1 and logit.dtype in floats
     expected = "bfloat16, float16 or float32 [R, V] with V >= 1"
-    _expect(ok, "logit", expected, f"{logit.dtype} {list(logit.shape)}")
+    expect(ok, "logit", expected, f"{logit.dtype} {list(logit.shape)}")
 
 
 def _check_candidates(name: str, x: Tensor, dtype: torch.dtype) -> tuple[int, int]:
     ok = x.ndim == 2 and 1 <= x.shape[1] < TILE and x.shape[0] <= MAX_LANES and x.dtype == dtype
     expected = f"{dtype} [N, C] with N <= {MAX_LANES} and 1 <= C <= {TILE - 1}"
-    _expect(ok, name, expected, f"{x.dtype} {list(x.shape)}")
+    expect(ok, name, expected, f"{x.dtype} {list(x.shape)}")
     return x.shape[0], x.shape[1]
 
 
@@ -119,10 +121,10 @@ def _check_allocate_budget(
     score: Tensor, live: Tensor, limit: Tensor, room: Tensor, seed: str
 ) -> None:
     lanes, _ = _check_candidates("score", score, torch.float32)
-    _expect_tensor("live", live, torch.bool, (lanes,))
-    _expect_tensor("limit", limit, torch.int32, (lanes,))
-    _expect_tensor("room", room, torch.int32, (2,))
-    _expect(seed in SEEDS, "seed", f"one of {SEEDS}", repr(seed))
+    expect_tensor("live", live, torch.bool, (lanes,))
+    expect_tensor("limit", limit, torch.int32, (lanes,))
+    expect_tensor("room", room, torch.int32, (2,))
+    expect(seed in SEEDS, "seed", f"one of {SEEDS}", repr(seed))
 
 
 def _check_pack_rows(
@@ -135,26 +137,26 @@ def _check_pack_rows(
     page: int,
 ) -> None:
     lanes, _ = _check_candidates("candidate", candidate, torch.int64)
-    _expect(lanes >= 1, "candidate", "at least one lane", lanes)
-    _expect_tensor("length", length, torch.int32, (lanes,))
-    _expect_tensor("anchor", anchor, torch.int64, (lanes,))
-    _expect_tensor("context", context, torch.int32, (lanes,))
-    _expect(page_table.ndim == 2, "page_table", "[N, L]", list(page_table.shape))
+    expect(lanes >= 1, "candidate", "at least one lane", lanes)
+    expect_tensor("length", length, torch.int32, (lanes,))
+    expect_tensor("anchor", anchor, torch.int64, (lanes,))
+    expect_tensor("context", context, torch.int32, (lanes,))
+    expect(page_table.ndim == 2, "page_table", "[N, L]", list(page_table.shape))
     pages = max(1, page_table.shape[1])
-    _expect_tensor("page_table", page_table, torch.int32, (lanes, pages))
-    _expect(rows >= lanes, "rows", f"at least one per lane ({lanes})", rows)
-    _expect(page >= 1, "page", "at least 1 token", page)
+    expect_tensor("page_table", page_table, torch.int32, (lanes, pages))
+    expect(rows >= lanes, "rows", f"at least one per lane ({lanes})", rows)
+    expect(page >= 1, "page", "at least 1 token", page)
 
 
 def _check_accept_prefix(
     candidate: Tensor, length: Tensor, offset: Tensor, choice: Tensor
 ) -> None:
     lanes, _ = _check_candidates("candidate", candidate, torch.int64)
-    _expect_tensor("length", length, torch.int32, (lanes,))
-    _expect_tensor("offset", offset, torch.int64, (lanes,))
+    expect_tensor("length", length, torch.int32, (lanes,))
+    expect_tensor("offset", offset, torch.int64, (lanes,))
     ok = choice.ndim == 1 and choice.shape[0] >= 1 and choice.dtype == torch.int64
     expected = f"{torch.int64} [M] with M >= 1"
-    _expect(ok, "choice", expected, f"{choice.dtype} {list(choice.shape)}")
+    expect(ok, "choice", expected, f"{choice.dtype} {list(choice.shape)}")
 
 
 def _fake_row_statistics(logit: Tensor) -> tuple[Tensor, ...]:
@@ -188,12 +190,15 @@ def _fake_accept_prefix(candidate: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return candidate.new_empty((lanes,)), candidate.new_empty((lanes,))
 
 
-def _implement(
+def implement(
     name: str,
     check: Callable[..., None],
     reference: Callable[..., Any],
     fake: Callable[..., Any],
 ) -> None:
+    """Register an operation's CPU implementation, its Triton launcher `kernels/<name>.py` and its
+    result shapes; `check` runs before either."""
+
     def on_cpu(*args: Any) -> Any:
         check(*args)
         return reference(*args)
@@ -209,17 +214,17 @@ def _implement(
     torch.library.register_fake(f"dscale::{name}", fake)
 
 
-_implement(
+implement(
     "row_statistics",
     _check_row_statistics,
     reference_statistics.row_statistics,
     _fake_row_statistics,
 )
-_implement(
+implement(
     "allocate_budget",
     _check_allocate_budget,
     reference_rows.allocate_budget,
     _fake_allocate_budget,
 )
-_implement("pack_rows", _check_pack_rows, reference_rows.pack_rows, _fake_pack_rows)
-_implement("accept_prefix", _check_accept_prefix, reference_rows.accept_rows, _fake_accept_prefix)
+implement("pack_rows", _check_pack_rows, reference_rows.pack_rows, _fake_pack_rows)
+implement("accept_prefix", _check_accept_prefix, reference_rows.accept_rows, _fake_accept_prefix)

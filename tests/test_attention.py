@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dscale.compiled.attention import Rows, Tile, attend, block_mask, block_tables, visibility
 from dscale.compiled.kv import Paging, slots_of, write
+from dscale.kernels.reference_heads import tiles_of
 
 CONTEXT = [0, 5, 127, 128, 200]
 PAGES, NUM_PAGES = 3, 17
@@ -85,7 +86,8 @@ def test_both_routes_equal_dense_attention(group: int, tile: Tile) -> None:
         route = Tile(height=full, causal=tile.causal, flex=flex)
         mask = visibility(paging, route, group)
         assert isinstance(mask, Tensor) is not flex
-        out = attend(q_RHE, pool, rows, paging, route, mask)
+        tiles = tiles_of(q_RHE, rows.row_NT, group)
+        out = attend(tiles, pool, rows, paging, route, mask)
         assert out.sub(expected)[:-1].abs().max() < 1e-5, f"{flex=}"
 
 
@@ -151,7 +153,7 @@ def test_an_idle_lane_on_the_scratch_page_stays_finite(flex: bool) -> None:
     rows = Rows(index, index, torch.zeros(16, dtype=torch.int64), index, index[None])
     pool = filled_pool(NUM_PAGES * 128)
     out = attend(
-        torch.randn(16, 6, HEAD_DIM),
+        tiles_of(torch.randn(16, 6, HEAD_DIM), rows.row_NT, 3),
         pool,
         rows,
         paging,

@@ -186,4 +186,5 @@ def test_every_thread_has_cuda_graph_trees_of_its_own() -> None:
         thread = threading.Thread(target=run)
         thread.start()
         thread.join()
-    assert len(found) == 2 and found[0] is not found[1]
+    assert len(found) == 2
+    assert found[0] is not found[1]

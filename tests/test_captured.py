@@ -60,7 +60,8 @@ def test_the_captured_run_equals_the_eager_one_and_plain_decoding(
             assert spec.stats.tokens_per_pass > 1 or mode == "ar"
         for stage, forward in forwards:
             entries = torch._dynamo.eval_frame._debug_get_cache_entry_list(forward.__code__)
-            assert len(entries) == 1, stage
+            # Only "auto" takes steps that draft nothing.
+            assert len(entries) == (stage != "Anchors" or budget == "auto"), stage
     assert forwards
     assert counters["inductor"]["cudagraph_skips"] == 0
     assert not counters["graph_break"]

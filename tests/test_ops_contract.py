@@ -9,9 +9,9 @@ import torch
 from ops_runs import room
 from torch import Tensor
 
-from dscale.kernels import ops
+from dscale.kernels import head_ops, ops
 
-NAMES = ["row_statistics", "allocate_budget", "pack_rows", "accept_prefix"]
+NAMES = ["row_statistics", "allocate_budget", "pack_rows", "accept_prefix", "tile_heads"]
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])]
 
@@ -33,6 +33,15 @@ def arguments(name: str, lanes: int, device: str = "cpu") -> tuple[Any, ...]:
         "allocate_budget": (score, live, limit, room(6 * lanes, 6).to(device), "paper"),
         "pack_rows": (length, candidate, anchor, context, page_table, 6 * lanes, 128),
         "accept_prefix": (candidate, length, offset, choice),
+        "tile_heads": (
+            torch.randn(6 * lanes, 8, 16, generator=generator),
+            *torch.randn(2, 16, generator=generator),
+            *torch.randn(2, 6 * lanes, 1, 8, generator=generator),
+            candidate % (6 * lanes),
+            2,
+            4,
+            1e-6,
+        ),
     }[name]
     return tuple(x.to(device) if isinstance(x, Tensor) else x for x in args)
 
@@ -158,6 +167,17 @@ REFUSED: list[tuple[str, int, Any, str]] = [
     ("accept_prefix", 1, torch.ones(4, dtype=torch.int64), "length"),
     ("accept_prefix", 2, torch.ones(4, dtype=torch.int32), "offset"),
     ("accept_prefix", 3, torch.ones(0, dtype=torch.int64), "choice"),
+    ("tile_heads", 0, torch.ones(24, 8, 15), "qkv"),
+    ("tile_heads", 0, torch.ones(24, 8, 16).long(), "qkv"),
+    ("tile_heads", 1, None, "k_norm"),
+    ("tile_heads", 1, torch.ones(15), "q_norm"),
+    ("tile_heads", 2, torch.ones(16).bfloat16(), "k_norm"),
+    ("tile_heads", 3, torch.ones(23, 1, 8), "cos"),
+    ("tile_heads", 4, torch.ones(24, 8), "sin"),
+    ("tile_heads", 5, torch.ones(4, 16), "row"),
+    ("tile_heads", 6, 4, "kv_heads"),
+    ("tile_heads", 7, 3, "shared"),
+    ("tile_heads", 8, -1.0, "eps"),
 ]
 
 
@@ -166,4 +186,4 @@ def test_wrong_arguments_are_named(name: str, position: int, value: Any, named: 
     args = list(arguments(name, 4))
     args[position] = value
     with pytest.raises(ValueError, match=rf"^{named}: expected .+, got "):
-        getattr(ops, name)(*args)
+        getattr(head_ops if name == "tile_heads" else ops, name)(*args)

@@ -20,7 +20,10 @@ TYPES = {
     torch.int32: "*i32",
     torch.int64: "*i64",
     torch.bool: "*i1",
+    int: "i32",
+    float: "fp32",
 }
+HELPERS = {"_head"}  # called by a kernel, not launched
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here the kernels are tested on the GPU")
@@ -61,8 +64,8 @@ class CompileOnly:
             if parameter.is_constexpr:
                 signature[parameter.name], constants[parameter.name] = "constexpr", value
             else:
-                is_tensor = isinstance(value, Tensor)
-                signature[parameter.name] = TYPES[value.dtype] if is_tensor else "i32"
+                kind = value.dtype if isinstance(value, Tensor) else type(value)
+                signature[parameter.name] = TYPES[kind]
         source = ASTSource(self.kernel, signature, constexprs=constants)
         target = GPUTarget("cuda", 90, 32)
         self.names.append(triton.compile(source, target=target, options=options).name)
@@ -71,22 +74,27 @@ class CompileOnly:
 def arguments(name: str, lanes: int, dtype: torch.dtype) -> tuple[Any, ...]:
     ints = torch.ones(lanes, dtype=torch.int32)
     longs, table = ints.long(), torch.ones(lanes, 15, dtype=torch.int64)
+    heads = torch.ones(8 * lanes, 9 + 2 * 3, 128, dtype=dtype)
+    norm = heads[0, 0] if lanes > 1 else None
+    half, cell = heads[:, :1, :64], torch.zeros(lanes, 16, dtype=torch.int64)
     return {
         "row_statistics": (torch.zeros(lanes, 152_064, dtype=dtype),),
         "allocate_budget": (table.float(), ints.bool(), ints, ints[:2], "paper"),
         "pack_rows": (ints, table, longs, ints, ints[:, None], 8 * lanes, 128),
         "accept_prefix": (table, ints, longs, torch.ones(8 * lanes).long()),
+        "tile_heads": (heads, norm, norm, half, half, cell, 3, 3, 1e-6),
     }[name]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here the kernels are compiled anyway")
 @pytest.mark.parametrize(
-    "name", ["row_statistics", "allocate_budget", "pack_rows", "accept_prefix"]
+    "name", ["row_statistics", "allocate_budget", "pack_rows", "accept_prefix", "tile_heads"]
 )
 def test_kernels_compile_for_an_h200(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiler refuses what the interpreter lets pass."""
     module = import_module(f"dscale.kernels.{name}")
-    kernels = [k for k, v in vars(module).items() if type(v).__name__ == "JITFunction"]
+    found = {k for k, v in vars(module).items() if type(v).__name__ == "JITFunction"}
+    kernels = found - HELPERS
     stands = {k: CompileOnly(getattr(module, k)) for k in kernels}
     for kernel, stand in stands.items():
         monkeypatch.setattr(module, kernel, stand)
