@@ -195,3 +195,12 @@ def test_the_shipped_predictor_or_a_clear_error(
     (tmp_path / "predictor").mkdir()
     (tmp_path / "predictor" / "config.json").write_text("{}")
     assert dscale.demo.predictor() == tmp_path / "predictor"
+
+
+def test_the_shipped_predictor_is_for_the_shipped_drafter() -> None:
+    config = json.loads((dscale.demo.predictor() / "config.json").read_text())
+    drafter = load_file(dscale.demo.drafter() / "model.safetensors")
+    assert config["drafter"] == fingerprint_of(sorted(drafter.items()))
+    weights = load_file(dscale.demo.predictor() / "model.safetensors")
+    buffers = ("projection", "hidden_mean", "mean", "std")
+    assert sum(x.numel() for name, x in weights.items() if name not in buffers) == 111_278
