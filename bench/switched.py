@@ -20,6 +20,7 @@ from dscale.compiled.sampling import Chooser
 from dscale.compiled.target import Target
 from dscale.config import EngineConfig
 from dscale.core import Core
+from dscale.policy import Policy
 from dscale.request import Request
 from dscale.stages import Stages, build_stages
 from dscale.stats import Stats
@@ -27,7 +28,21 @@ from dscale.timing import MeasuredCosts
 from dscale.worker import Command, Worker
 from dscale.workspace import Workspace
 
-Kept = tuple[dict[Any, Any], dict[Any, Any], dict[Any, Any]]
+
+@dataclass(slots=True)
+class Kept:
+    """What a core has made for one mode, by the way of choosing tokens: see Core's fields."""
+
+    stages: dict[Chooser, Stages] = field(default_factory=dict)
+    policies: dict[Chooser, Policy | None] = field(default_factory=dict)
+    costs: dict[Chooser, MeasuredCosts] = field(default_factory=dict)
+    ready: set[Chooser] = field(default_factory=set)
+    warmed: set[Chooser] = field(default_factory=set)
+
+    def clear(self) -> None:
+        """Let all of it go."""
+        for made in (self.stages, self.policies, self.costs, self.ready, self.warmed):
+            made.clear()
 
 
 @dataclass(slots=True)
@@ -47,10 +62,11 @@ class SharedCore(Core):
         config = dataclasses.replace(settings, mode=case.mode, budget=case.budget)
         self.config, self.per_head = config, case.per_head
         self.drafter = None if case.mode == "ar" else self.all_modes
+        kept = self._kept.setdefault(case, Kept())
+        self._stages, self._policies = kept.stages, kept.policies
+        self._ready, self._warmed = kept.ready, kept.warmed
         # Times of buckets: those of one mode serve all its budgets.
-        stages, policies, _ = self._kept.setdefault(case, ({}, {}, {}))
-        costs = self._kept.setdefault((case.mode, case.per_head), ({}, {}, {}))[2]
-        self._stages, self._policies, self._costs = stages, policies, costs
+        self._costs = self._kept.setdefault((case.mode, case.per_head), Kept()).costs
 
     def stages(self, chooser: Chooser) -> Stages:
         """The stages of the mode for one way of choosing tokens, compiled where no mode has had
@@ -92,9 +108,8 @@ class SharedCore(Core):
         """Let the workspace and all stages go."""
         Core.close(self)
         self._shared.clear()
-        for made in self._kept.values():
-            for kept in made:
-                kept.clear()
+        for kept in self._kept.values():
+            kept.clear()
 
     def _made(self, key: object, stage: Any, simulated: bool = True) -> Any:
         if key not in self._shared:
