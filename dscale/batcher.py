@@ -9,12 +9,15 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import islice
 
+import torch
+
 from dscale.compiled.kv import PAGE
 from dscale.core import Core
 from dscale.decode import Decoding, Launch
 from dscale.kernels.ops import MAX_LANES
 from dscale.pages import PageAllocator, page_keys
-from dscale.request import FinishReason, Request
+from dscale.request import FinishReason, Request, finish_reason
+from dscale.sizing import explained
 from dscale.weights import Weights
 
 
@@ -62,8 +65,9 @@ class Batcher:
         """Requests that could be placed besides those that are."""
         return len(self._slots)
 
-    def add(self, requests: list[Request]) -> None:
-        """Queue requests, in order."""
+    def add(self, requests: list[Request], *, serving: bool = False) -> None:
+        """Queue requests, in order. `serving`: others will come one by one, of any length."""
+        self.core.serving = self.core.serving or serving
         self.waiting.extend(requests)
         self.core.stats.requests += len(requests)
 
@@ -86,6 +90,8 @@ class Batcher:
     def fail(self, error: BaseException) -> None:
         """End every placed request with `error`, after a step broke: nothing on the device is
         trusted. Those that wait go on, but where none was placed the first of them is to blame."""
+        workspace = self.core.workspace
+        error = explained(error, 0 if workspace is None else workspace.num_pages)
         failed = [*self.live, *self.filling]
         if not failed and self._pending is None and self.waiting:
             failed.append(self.waiting.popleft())
@@ -111,9 +117,13 @@ class Batcher:
         """See `Engine.warm_up`."""
         if self.busy:
             raise ValueError("warm_up: expected no request to be running")
-        before = self.core.workspace
+        before, self.core.serving = self.core.workspace, True
         try:
             self.core.warm_up(requests)
+        except torch.OutOfMemoryError as error:
+            workspace = self.core.workspace
+            self.core.close()
+            raise explained(error, 0 if workspace is None else workspace.num_pages) from error
         finally:
             if self.core.workspace is not before:
                 self._reset()
@@ -178,6 +188,8 @@ class Batcher:
         workspace, fixed = self.core.workspace, self.core.config.pool_tokens is not None
         if not self.waiting or fixed or self._at_limit or workspace is None:
             return False
+        if self.core.unchosen:
+            return True
         running = [*self.live, *self.filling]
         waiting = islice(self.waiting, max(0, self._most - len(running)))
         need = self.core.sizes([*running, *waiting])
@@ -282,12 +294,3 @@ class Batcher:
             self._allocator.give_back(request.pages)
             request.slot, request.pages = -1, []
         request.finish(reason)
-
-
-def finish_reason(request: Request) -> FinishReason:
-    """Why a request that ran to its end ended."""
-    if request.error is not None:
-        return "error"
-    if request.tokens and request.tokens[-1] in request.stop_ids:
-        return "eos"
-    return "length" if len(request.tokens) == request.max_new_tokens else "stop"

@@ -36,7 +36,7 @@ class EngineConfig:
     starts, one of kernels.reference_rows.SEEDS.
 
     `prefill_chunk`: prompt tokens per request and prefill pass, a multiple of 128. `pool_tokens`:
-    capacity of the paged cache in tokens; None grows it to what waits whenever the engine is idle.
+    capacity of the paged cache in tokens; None chooses it from free memory (`dscale/sizing.py`).
     `max_concurrency`: requests that may run at once, None for 256; the others wait.
     `pack_weights`: on a CPU, keep a second copy of the projections in oneDNN's blocked layout, for
     faster passes of 2 to 16 rows. `capture`: compile the step and capture it in CUDA graphs; None

@@ -22,7 +22,7 @@ from dscale.host import HostStages, host_stages
 from dscale.policy import AutoBudget, FixedBudget, Policy
 from dscale.prefill import make_chunk
 from dscale.request import Request, not_finite
-from dscale.sizing import sizes
+from dscale.sizing import Sizes, allocate, memory_of, needed, roomy
 from dscale.stages import Stages, build_stages
 from dscale.stats import Stats
 from dscale.timing import MeasuredCosts, bucket_kinds, buckets_to, capture_buckets, linear_costs
@@ -37,7 +37,8 @@ class Core:
     """A target and, but for mode "ar", a drafter, with their buffers.
 
     Owns the workspace (paged caches, request state, step buffers) and makes a larger one when
-    asked, unless `config.pool_tokens` fixes its size."""
+    asked, unless `config.pool_tokens` fixes its size. `serving`: requests come one by one, so the
+    pool is chosen from free memory; `capacity`: its pages, once chosen."""
 
     target: Target
     drafter: Drafter | None
@@ -45,6 +46,8 @@ class Core:
     config: EngineConfig
     stats: Stats
     workspace: Workspace | None = None
+    serving: bool = False
+    capacity: int | None = None
     _stages: dict[Chooser, Stages] = field(default_factory=dict)
     _policies: dict[Chooser, Policy | None] = field(default_factory=dict)
     _costs: dict[Chooser, MeasuredCosts] = field(default_factory=dict)
@@ -210,34 +213,38 @@ class Core:
         return workspace.fits(**{**need, "max_requests": 1, "num_pages": 1 + request.num_pages})
 
     def make_room(self, requests: list[Request]) -> Workspace:
-        """The workspace, made larger where these requests together need more than it has.
+        """The workspace, made larger where these requests together need more than it has, or where
+        a serving engine chooses its pool.
 
         Only while no request is placed. Raises ValueError when a fixed pool is too small for them
         or memory does not suffice."""
         need = self.sizes(requests)
-        if self.workspace is None or not self.workspace.fits(**need):
-            old = self.workspace
-            if old is not None:
-                need = {name: max(value, getattr(old, name)) for name, value in need.items()}
+        if self.unchosen or self.workspace is None or not self.workspace.fits(**need):
+            old = {} if self.workspace is None else {n: getattr(self.workspace, n) for n in need}
             self.close()
-            try:
-                self.workspace = Workspace(self.target, self.drafter, **need)
-            except RuntimeError as error:  # torch's out of memory, on any device
-                raise ValueError(
-                    f"max_new_tokens: expected a call whose cache can be allocated, got one of "
-                    f"{need['num_pages'] * PAGE} tokens for {len(requests)} requests ({error})"
-                ) from error
+            memory, shape = memory_of(self.target, self.drafter), self.target.config
+            if self.serving:
+                need = needed(self.config, shape, requests, memory.serving_pages)
+            wanted = roomy(need, old, self.config, shape, memory, self.serving)
+            self.workspace = allocate(self.target, self.drafter, wanted, need, memory)
+            if self.serving and self.config.pool_tokens is None:
+                self.capacity = self.workspace.num_pages
         return self.workspace
+
+    @property
+    def unchosen(self) -> bool:
+        """Whether a serving engine has yet to choose its pool."""
+        return self.serving and self.capacity is None and self.config.pool_tokens is None
 
     def close(self) -> None:
         """Let the workspace go, and everything made for it."""
-        self.workspace = self._host = None
+        self.workspace = self._host = self.capacity = None
         for made in (self._stages, self._policies, self._costs, self._ready, self._warmed):
             made.clear()
 
-    def sizes(self, requests: list[Request]) -> dict[str, int]:
-        """Sizes these requests need, rounded up so that the next ones rarely need more."""
-        return sizes(self.config, self.target.config, requests)
+    def sizes(self, requests: list[Request]) -> Sizes:
+        """What these requests need of a workspace, together or, in a chosen pool, in turns."""
+        return needed(self.config, self.target.config, requests, self.capacity)
 
     def stages(self, chooser: Chooser) -> Stages:
         """Build the stages for one way of choosing tokens, once."""

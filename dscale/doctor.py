@@ -14,7 +14,9 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from dscale.attach import attach
 from dscale.compiled.drafter import Drafter, DrafterConfig
+from dscale.compiled.kv import PAGE
 from dscale.kernels import ops
+from dscale.sizing import Memory, free_bytes
 
 PACKAGES = ("dscale", "torch", "transformers", "accelerate", "triton", "numpy")
 MODES: tuple[tuple[Any, Any], ...] = (("ar", None), ("+tiles", None), ("dscale", "half"))
@@ -41,6 +43,7 @@ def checks() -> Iterator[Check]:
             yield Check(package, False if needed else None, "not installed")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     yield Check("device", None, describe(device))
+    yield Check("pool", None, pool(device))
     for name in ("row_statistics", "allocate_budget", "pack_rows", "accept_prefix"):
         yield kernel_check(name, device)
     for mode, budget in MODES:
@@ -54,6 +57,16 @@ def describe(device: torch.device) -> str:
     found = torch.cuda.get_device_properties(device)
     capability = f"capability {found.major}.{found.minor}"
     return f"{found.name}, {found.total_memory / 2**30:.0f} GiB, {capability}"
+
+
+def pool(device: torch.device) -> str:
+    """What a serving engine's pool would take now."""
+    memory = Memory(device, free_bytes(device), page=1)
+    budget, free = (size / 2**30 for size in (memory.budget, memory.free))
+    return (
+        f"{budget:.1f} GiB of {free:.1f} GiB free, at most {memory.most_pages * PAGE} tokens, for "
+        "an engine that serves; pool_tokens sets another size"
+    )
 
 
 def kernel_check(name: str, device: torch.device) -> Check:

@@ -150,7 +150,7 @@ class Engine:
         handle.on_end(lambda: self._open.pop(request_id, None))
         request.sink, request.queued_at = handle.sink, time.time()
         try:
-            self._worker.tell(lambda batcher: batcher.add([request]))
+            self._worker.tell(lambda batcher: batcher.add([request], serving=True))
         except ClosedError:
             self._open.pop(request_id, None)
             raise

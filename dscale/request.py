@@ -157,6 +157,15 @@ def token_ids(given: Any) -> list[int]:
     return ids
 
 
+def finish_reason(request: Request) -> FinishReason:
+    """Why a request that ran to its end ended."""
+    if request.error is not None:
+        return "error"
+    if request.tokens and request.tokens[-1] in request.stop_ids:
+        return "eos"
+    return "length" if len(request.tokens) == request.max_new_tokens else "stop"
+
+
 def not_finite(request: Request) -> ArithmeticError:
     """Why a request fails whose logits are not finite."""
     return ArithmeticError(
