@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 import dscale
 from bench.rows import RESULTS, environment, write_rows
-from bench.soak_load import Case, Plan, all_back, drive, malformed, shipped_predictor
+from bench.soak_load import Bad, Case, Plan, all_back, drive, malformed, shipped_predictor
 from dscale.doctor import tiny_pair
 from dscale.handle import Result
 from dscale.request import Request
@@ -146,7 +146,7 @@ def warm_up(spec: dscale.Attachment, load: Load, args: argparse.Namespace) -> No
         for _ in range(args.concurrency)
     ]
     spec.engine.warm_up(like)
-    rng, bad = random.Random(args.seed + 1), malformed(spec.engine, vocab_of(spec), 10_000_000)
+    rng, bad = random.Random(args.seed + 1), bad_ones(spec, args)
     drive(
         spec.engine, args.first, rng, load.draw, load.check, bad, outstanding=2 * args.concurrency
     )
@@ -154,8 +154,11 @@ def warm_up(spec: dscale.Attachment, load: Load, args: argparse.Namespace) -> No
     spec.stats.reset()
 
 
-def vocab_of(spec: dscale.Attachment) -> int:
-    return spec.engine.target.config.vocab_size
+def bad_ones(spec: dscale.Attachment, args: argparse.Namespace) -> list[Bad]:
+    """The malformed requests; a pool on a CPU grows unless it is fixed."""
+    grows = args.tiny and args.pool_tokens == 0
+    vocab = spec.engine.target.config.vocab_size
+    return malformed(spec.engine, vocab, None if grows else 10_000_000)
 
 
 def soak(spec: dscale.Attachment, load: Load, args: argparse.Namespace) -> dict[str, Any]:
@@ -172,7 +175,7 @@ def soak(spec: dscale.Attachment, load: Load, args: argparse.Namespace) -> dict[
 
     ends = drive(
         engine, args.requests, random.Random(args.seed), load.draw, load.check,
-        malformed(engine, vocab_of(spec), 10_000_000),
+        bad_ones(spec, args),
         outstanding=2 * args.concurrency, watch=watch,
     )  # fmt: skip
     seconds, after, new = time.perf_counter() - began, memory(), compiles.since()

@@ -56,8 +56,9 @@ def shipped_predictor() -> Path | None:
         return None
 
 
-def malformed(engine: Engine, vocab: int, too_long: int) -> list[Bad]:
-    """Every kind of malformed request. `too_long`: new tokens that no pool has room for."""
+def malformed(engine: Engine, vocab: int, too_long: int | None) -> list[Bad]:
+    """Every kind of malformed request. `too_long`: new tokens that the pool has no room for, None
+    where it grows."""
 
     def twice() -> None:
         name = engine.add_request([1, 2, 3], "twice", max_new_tokens=2)
@@ -67,14 +68,16 @@ def malformed(engine: Engine, vocab: int, too_long: int) -> list[Bad]:
             assert sum(map(len, engine.request_id_iter(name))) in (1, 2)
 
     nan = {"do_sample": True, "temperature": float("nan")}
-    return [
+    kinds: list[Bad] = [
         ("input_ids: .*empty", lambda: engine.submit([], max_new_tokens=4)),
         (f"input_ids: .*0..{vocab - 1}", lambda: engine.submit([1, vocab], max_new_tokens=4)),
-        ("pool_tokens", lambda: engine.submit([1, 2, 3], max_new_tokens=too_long)),
         ("temperature", lambda: engine.submit([5], max_new_tokens=4, **nan)),
         ("max_new_tokens", lambda: engine.submit([5], max_new_tokens=0)),
         ("request_id", twice),
     ]
+    if too_long is not None:
+        kinds.append(("pool_tokens", lambda: engine.submit([1], max_new_tokens=too_long)))
+    return kinds
 
 
 def refused(bad: Bad) -> str:

@@ -192,8 +192,11 @@ class Core:
         self.workspace.upload(host, [r.slot for r in requests])
 
     def check(self, request: Request) -> None:
-        """Raise ValueError for a request that does not fit into a fixed pool by itself."""
+        """Raise ValueError for a request that does not fit by itself into a pool that is fixed, or
+        that was chosen from a GPU's free memory."""
         capacity = self.config.pool_tokens
+        if capacity is None and self.capacity is not None and self.flex:
+            capacity = (self.capacity - 1) * PAGE
         if capacity is not None and request.num_pages > -(-capacity // PAGE):
             raise ValueError(
                 f"pool_tokens: expected at least {request.num_pages * PAGE} (prompt + "

@@ -163,6 +163,11 @@ def test_requests_take_turns_in_a_chosen_pool(pair: Pair, monkeypatch: pytest.Mo
         while batcher.busy:
             batcher.round()
         assert workspace_of(batcher).num_pages == 1 + 16
+        # On a GPU that would compile everything anew.
+        monkeypatch.setattr(Core, "flex", property(lambda self: True))
+        spec.engine.check(request(1990, 20))
+        with pytest.raises(ValueError, match=r"pool_tokens: expected at least 2176 .*, got 2048"):
+            spec.engine.check(request(1990, 120))
 
 
 def test_too_little_memory_is_told_before_it_is_taken(
