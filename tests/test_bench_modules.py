@@ -1,0 +1,142 @@
+"""Floors, operators, peers and merged files: the benches that need no closed loop."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import tiny_drafter, tiny_model
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from bench import graphs, merge, operators, peers
+from bench.aggregate import read_rows
+from bench.result_files import ResultFile
+from bench.shapes import SHAPES, build
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("requests", "rows", "floor"),
+    [(8, 64, 3.83), (16, 128, 4.11), (32, 256, 6.01), (16, 256, 5.46), (32, 512, 10.92)],
+)
+def test_the_verify_floor_of_8b(
+    monkeypatch: pytest.MonkeyPatch, requests: int, rows: int, floor: float
+) -> None:
+    """The table of docs/design.md. Weights without storage draw no numbers."""
+    generator = torch.Generator
+    monkeypatch.setattr(torch, "Generator", lambda device: generator("cpu"))
+    meta = torch.device("meta")
+    with meta:
+        models = build(SHAPES["8b"], meta, torch.bfloat16)
+    found = graphs.verify_floor(models)
+    assert found.weights == 7_568_097_280
+    assert found.milliseconds(rows, requests, 1000) == pytest.approx(floor, abs=0.005)
+
+
+def test_the_decide_floor_counts_drafter_and_head() -> None:
+    models = build(SHAPES["tiny"], CPU, torch.float32)
+    floor, shape = graphs.decide_floor(models), SHAPES["tiny"]
+    layer = 64 * (4 + 2 * 2) * 16 + 4 * 16 * 64 + 3 * 64 * 96
+    assert floor.weights == layer * shape.draft_layers + 200 * 64
+    assert floor.kv == 2 * 2 * 16
+    # Few rows: the weights' bytes; many: the arithmetic.
+    assert floor.milliseconds(1, 0, 0) == pytest.approx(4e3 * floor.weights / 4.26e12)
+    assert floor.milliseconds(10**6, 0, 0) == pytest.approx(2e9 * floor.weights / 790e12)
+
+
+def test_graphs_and_operators_write_their_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (graphs, operators):
+        monkeypatch.setattr(
+            sys, "argv", ["x", "--tiny", "--out", str(tmp_path), "--commit", "one"]
+        )
+        module.main()
+    verify = read_rows(tmp_path / "verify_graph.json", (*graphs.VERIFY_KEYS, "verify_ms"))
+    decide = read_rows(tmp_path / "decide_graph.json", (*graphs.DECIDE_KEYS, "decide_ms"))
+    assert sorted((r["mode"], r["requests"], r["rows"]) for r in verify) == [
+        ("+tiles", 2, 32), ("+tiles", 3, 48), ("dflash", 2, 32), ("dflash", 3, 48),
+        ("dscale", 2, 16), ("dscale", 3, 24),
+    ]  # fmt: skip
+    assert {r["rows"] for r in decide} == {32, 48}
+    assert all(row["over_floor"] > 1 for row in verify + decide)
+    found = read_rows(tmp_path / "operators.json", (*operators.KEYS, "us", "floor_us"))
+    assert len({row["operator"] for row in found}) == 5
+
+
+def test_runs_are_merged(tmp_path: Path) -> None:
+    parts = []
+    for at, rates in enumerate((((8, 1.0), (16, 2.0)), ((16, 3.0), (32, 4.0)))):
+        parts.append(tmp_path / f"{at}.json")
+        rows = [{"operator": "a", "requests": n, "model": "m", "us": us} for n, us in rates]
+        parts[-1].write_text(json.dumps(rows))
+    into = tmp_path / "operators.json"
+    assert merge.merge(parts, into) == 3
+    assert [row["us"] for row in json.loads(into.read_text())] == [1.0, 3.0, 4.0]
+    parts[0].write_text('[{"requests": 8}]')
+    with pytest.raises(ValueError, match=r"0.json: row 0: expected a field 'operator'"):
+        merge.merge(parts, into)
+    with pytest.raises(ValueError, match=r"into: expected one of .*, got 'none.json'"):
+        merge.merge(parts, tmp_path / "none.json")
+
+
+class Tokenizer:
+    """Characters as ids."""
+
+    pad_token_id = 0
+
+    def apply_chat_template(self, chat: list[dict[str, str]], **settings: Any) -> str:
+        return chat[0]["content"][:12]
+
+    def __call__(self, text: str, **settings: Any) -> dict[str, list[int]]:
+        return {"input_ids": [ord(letter) % 400 for letter in text]}
+
+
+def test_peers_give_every_method_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model()
+    model.generation_config.eos_token_id = 7
+    tiny_drafter(tmp_path / "drafter", model)
+    setup = peers.Setup(model, Tokenizer(), 5, tmp_path / "drafter", None)
+    assert setup.length([3, 7, 5]) == 2
+    assert setup.length([3, 5]) == 2
+    ours = ["generate_eager", "prompt_lookup", "ar", "dflash", "dscale"]
+    args = argparse.Namespace(
+        prompts=None, methods=["assisted"], batches=[1, 2], alone=2, repeats=1
+    )
+    file = ResultFile(tmp_path / "peers.json", peers.KEYS, {"model": "tiny"})
+
+    def refuse(setup: peers.Setup, method: str) -> peers.Peer:
+        raise TypeError("unsupported operand")
+
+    with monkeypatch.context() as patch:  # what makes a method fail is in its row
+        patch.setattr(peers, "make", refuse)
+        assert peers.run(setup, args, file) == ["assisted 1"]
+    args.methods = ours
+    assert peers.run(setup, args, file) == []
+    rows = {(row["method"], row["batch"]): row for row in file.rows.values()}
+    assert rows["assisted", 1]["tokens_per_s"] is None
+    assert "unsupported operand" in rows["assisted", 1]["error"]
+    assert set(rows) == {(m, b) for m in ours for b in (1, 2)} - {("prompt_lookup", 2)} | {
+        ("assisted", 1)
+    }
+    # Greedy, the same model and prompts: everyone says as much.
+    assert {rows[method, 1]["tokens"] for method in ours} == {rows["ar", 1]["tokens"]}
+    assert rows["ar", 2]["tokens_per_pass"] == 1
+    assert rows["dscale", 1]["budget"] == "auto"
+    assert "generate" not in model.__dict__  # put back
+
+
+def test_z_lab_s_own_loop(tmp_path: Path) -> None:
+    pytest.importorskip("dflash.model", reason="needs PyPI dflash (z-lab's loop)")
+    model = tiny_model()
+    model.generation_config.eos_token_id = 7
+    tiny_drafter(tmp_path, model)
+    setup = peers.Setup(model, Tokenizer(), 6, tmp_path, None)
+    peer = peers.make(setup, "zlab_dflash")
+    ids = setup.ids("Once upon a time")
+    assert peer.run([ids, ids]) == 2 * setup.generate([ids])
