@@ -105,17 +105,22 @@ def sglang_table(rows: Rows, name: str, key: str, title: str, digits: int) -> tu
 
 
 def user_table(rows: Rows) -> tuple[Any, Any]:
-    """Tokens per second of every method and batch on the SmolLM2 pair."""
+    """Tokens per second of every method and batch on the SmolLM2 pair: geometric means over data
+    sets."""
     some = where(rows, kind="user")
     batches = sorted({row["requests"] for row in some}) or [1, 8, 32]
     head = ["SmolLM2 pair, tokens/s", *(f"batch {batch}" for batch in batches), "tokens per pass"]
     body = []
     for method in dict.fromkeys(row["method"] for row in some):
-        by_batch = {row["requests"]: row for row in where(some, method=method)}
-        rates = [by_batch.get(b, {}).get("tokens_per_s") for b in batches]
-        each = [row.get("tokens_per_pass") for row in by_batch.values()]
-        passes = " / ".join(f"{x:.2f}" if x else "-" for x in each)
-        body.append([f"`{method}`", *(f"{r:,.0f}" if r else "-" for r in rates), passes])
+        cells, passes = [], []
+        for batch in batches:
+            here = where(some, method=method, requests=batch)
+            rates = [row["tokens_per_s"] for row in here if row["tokens_per_s"]]
+            failed = "failed" if any(row.get("error") for row in here) else "-"
+            cells.append(f"{geometric_mean(rates):,.0f}" if rates else failed)
+            passes += [row["tokens_per_pass"] for row in here if row.get("tokens_per_pass")]
+        each = f"{min(passes):.2f} to {max(passes):.2f}" if passes else "-"
+        body.append([f"`{method}`", *cells, each])
     return head, body or [[reproduced.NOT_MEASURED, *["-"] * (len(batches) + 1)]]
 
 

@@ -7,7 +7,6 @@ with their plots where matplotlib is installed; then writes the page from bench/
 """
 
 import argparse
-import importlib.util
 from pathlib import Path
 
 import reproduce_ablation
@@ -141,13 +140,9 @@ def capabilities() -> Section:
 def main(argv: list[str] | None = None) -> None:
     """Compute what can be computed, then write the page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--plots", type=int, choices=[0, 1], help="default: where matplotlib is")
-    args = parser.parse_args(argv)
-    plots = args.plots
-    if plots is None:
-        plots = importlib.util.find_spec("matplotlib") is not None
+    parser.parse_args(argv)
     for experiment in EXPERIMENTS:
-        experiment.refresh(plots=bool(plots))
+        experiment.refresh(plots=reproduced.can_plot())
     PAGE.write_text(page(), encoding="utf-8")
     print(f"{PAGE}: {len(PAGE.read_text().splitlines())} lines")
 

@@ -22,14 +22,16 @@ STEP_FIELDS = ("model", "mode", "budget", "tile", "sampling", "requests", "rows"
 GAIN_FIELDS = ("model", "mode", "budget", "tile", "requests", "prompt", "trace", "step_ms",
                "rows_per_step")  # fmt: skip
 SAMPLING_FIELDS = ("model", "mode", "budget", "sampling", "requests", "context", "over_greedy")
+FLOOR_FIELDS = ("model", "mode", "requests", "rows", "context", "floor_ms", "over_floor")
 POOL_FIELDS = ("model", "mode", "budget", "graph_pool_mib")
 ABOUT = ("gpu", "torch", "commit", "date", "dtype", "model", "mode", "budget", "tile", "requests")
 
 
 def compute(folder: Path) -> Rows:
-    """Rows of four kinds: "interval" (steps of the engine's own loop), "stages" (one step over and
+    """Rows of five kinds: "interval" (steps of the engine's own loop), "stages" (one step over and
     over, at the longest context), "sampling" (such a step sampled over a greedy one), "pool"
-    (after a ragged run that captured every bucket)."""
+    (after a ragged run that captured every bucket), "floor" (graphs over what memory traffic or
+    arithmetic alone would take)."""
     gains = where(reproduced.read("mode_gains.json", GAIN_FIELDS, folder), trace="paper")
     steps = where(reproduced.read("decode_step.json", STEP_FIELDS, folder), sampling="greedy")
     pools = reproduced.read("graph_counters.json", POOL_FIELDS, folder)
@@ -47,6 +49,13 @@ def compute(folder: Path) -> Rows:
         for row in sampled
         if row["sampling"] != "greedy"
     ]
+    for graph in ("decide", "verify"):
+        timed = reproduced.read(f"{graph}_graph.json", (*FLOOR_FIELDS, f"{graph}_ms"), folder)
+        found += [
+            kept(row, "floor") | {k: row[k] for k in FLOOR_FIELDS}
+            | {"graph": graph, "ms": row[f"{graph}_ms"]}
+            for row in timed
+        ]  # fmt: skip
     found += [
         kept(row, "pool") | {"graph_pool_mib": row["graph_pool_mib"]}
         for row in pools

@@ -1,6 +1,7 @@
 """What the reproduce_* recipes share: result files, lines that hold our number beside the paper's,
 and the sections of docs/results.md they make."""
 
+import importlib.util
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -192,6 +193,11 @@ def kind_of(model: str) -> str | None:
     return next((kind for start, kind in kinds.items() if model.startswith(start)), None)
 
 
+def can_plot() -> bool:
+    """Whether matplotlib is installed."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
 @dataclass(frozen=True, slots=True)
 class Experiment:
     """A recipe: its rows in bench/results/reproduce_{name}.json, its plot, its part of the page.
@@ -225,9 +231,13 @@ class Experiment:
 
     def run(self, rows: Rows | None = None) -> None:
         """Write rows, plot them and print their section; None: those computed from other files."""
-        if rows is not None:
-            write_rows(RESULTS / self.file, rows)
-            self.draw(rows)
+        plots = can_plot()
+        if rows is None:
+            rows = self.refresh(plots)
         else:
-            rows = self.refresh()
+            write_rows(RESULTS / self.file, rows)
+            if plots:
+                self.draw(rows)
+        if not plots:
+            print("no plot: it needs matplotlib (the extra `plots`)")
         print("\n".join(self.section(rows).text))

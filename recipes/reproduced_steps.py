@@ -1,5 +1,6 @@
 """How a step's parts are shown: the page's section on Fig. 11 and section II, and their plot."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import reproduced
@@ -129,6 +130,18 @@ def memory_lines(rows: Rows) -> list[Line]:
     return lines
 
 
+def floors(rows: Rows) -> list[tuple[Sequence[str], Sequence[Sequence[str]]]]:
+    """Graph times beside the times that memory traffic or arithmetic alone would take."""
+    head = ("graph (weights random)", "requests", "rows", "context", "ms", "floor, ms", "ratio")
+    found = [
+        (", ".join(str(row[key]) for key in ("model", "graph", "mode", "tile") if row[key]),
+         str(row["requests"]), str(row["rows"]), str(row["context"]), f"{row['ms']:.2f}",
+         f"{row['floor_ms']:.2f}", f"{row['over_floor']:.2f}")
+        for row in where(rows, kind="floor")
+    ]  # fmt: skip
+    return [(head, found)] if found else []
+
+
 def section(rows: Rows) -> Section:
     """Fig. 11 and section II's profile on the page."""
     return Section(
@@ -139,6 +152,7 @@ def section(rows: Rows) -> Section:
         interval_pairs(rows),
         COMMANDS,
         ("steps.png",),
+        tables=floors(rows),
         ours=[
             f"{what}, {KINDS[name]}: {described(rows, name, of)}"
             for of, what in KINDS_OF.items()

@@ -122,6 +122,14 @@ def write(folder: Path) -> None:
     ]  # fmt: skip
     sampled = steps()[0] | {"mode": "dscale", "budget": "half", "sampling": "temperature 1",
                             "over_greedy": 1.04}  # fmt: skip
+    graphs = {
+        graph: [
+            ABOUT | {"model": SHAPES["8b"], "mode": "dscale", "tile": None, "requests": 8,
+                     "rows": 64, "context": 1000, f"{graph}_ms": 5.0, "floor_ms": 4.0,
+                     "over_floor": 1.25}
+        ]
+        for graph in ("decide", "verify")
+    }  # fmt: skip
     peers = [
         ABOUT | {"model": PAIR, "method": method, "batch": b, "tokens_per_s": 100.0 * b}
         for method, b in itertools.product(("generate_eager", "dscale"), (1, 8))
@@ -133,5 +141,6 @@ def write(folder: Path) -> None:
         ("graph_counters", pools),
         ("sampling_cost", [sampled]),
         ("peers", peers),
+        *((f"{graph}_graph", rows) for graph, rows in graphs.items()),
     ):
         (folder / f"{name}.json").write_text(json.dumps(rows))

@@ -115,6 +115,12 @@ def test_steps_show_intervals_shares_and_masked_rows(measured: Path) -> None:
         assert lines[what] == pytest.approx(value, abs=1e-4), what
 
 
+def test_graphs_stand_beside_their_floors(measured: Path) -> None:
+    text = reproduce_steps.section(rows_of(measured, reproduce_steps)).text
+    row = "| Qwen3-8B shape, verify, dscale | 8 | 64 | 1000 | 5.00 | 4.00 | 1.25 |"
+    assert row in text
+
+
 def test_peers_stand_beside_sglang(measured: Path) -> None:
     rows = rows_of(measured, reproduce_peers)
     ratios = reproduce_peers.over_sglang(rows, "8b")
