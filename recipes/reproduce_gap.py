@@ -1,7 +1,9 @@
 """Fig. 4: the drafter's mean Top1-Top2 logit gap against how many drafts are accepted.
 
-python recipes/reproduce_traces.py   # once, for Figs. 2, 4 and 10
-python recipes/reproduce_gap.py
+    python recipes/reproduce_traces.py
+    python recipes/reproduce_gap.py
+
+The first collects the passes, which Figs. 2 and 10 are computed from too.
 """
 
 import predictor_report as reporting

@@ -1,7 +1,9 @@
 """Fig. 2: how many tokens a request gains in a pass at full width, as a histogram.
 
-python recipes/reproduce_traces.py   # once, for Figs. 2, 4 and 10
-python recipes/reproduce_progress.py
+    python recipes/reproduce_traces.py
+    python recipes/reproduce_progress.py
+
+The first collects the passes, which Figs. 4 and 10 are computed from too.
 """
 
 import reproduced
