@@ -117,7 +117,8 @@ def shortfalls(lines: list[Line]) -> list[str]:
         head = ("", "ours", "paper", "our conditions")
         out += reproduced.table(head, [line.cells for line in short])
     else:
-        out += ["Nowhere, of what is measured.", ""]
+        comparable = sum(line.is_comparable for line in lines)
+        out += [f"Nowhere among the {comparable} lines that are measured and comparable.", ""]
     not_run = sum(line.ours == NOT_RUN for line in lines)
     return [
         *out,

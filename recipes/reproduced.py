@@ -73,10 +73,15 @@ class Line:
         return self.show(self.paper)
 
     @property
+    def is_comparable(self) -> bool:
+        """Whether both figures are known and one can be better."""
+        return isinstance(self.ours, float | int) and self.paper is not None and self.better != 0
+
+    @property
     def falls_short(self) -> bool:
-        """Whether both are known and ours is worse than the paper's (than the end of its range
-        that is easier to reach)."""
-        if not isinstance(self.ours, float | int) or self.paper is None or not self.better:
+        """Whether ours is worse than the paper's (than the end of its range that is easier to
+        reach)."""
+        if not self.is_comparable or isinstance(self.ours, str | None) or self.paper is None:
             return False
         ends = self.paper if isinstance(self.paper, tuple) else (self.paper, self.paper)
         return self.ours < ends[0] if self.better > 0 else self.ours > ends[1]
