@@ -1,8 +1,9 @@
 """The verify graph and the decide graph beside what the hardware allows.
 
 `python -m bench.graphs --models 8b` writes bench/results/verify_graph.json and decide_graph.json:
-times of captured graphs, and the least that memory traffic and arithmetic would take. `--tiny`
-runs at toy size on a CPU, where neither is of use.
+times of captured graphs, and the least that memory traffic and arithmetic would take.
+`--from-steps bench/results/decode_step.json` makes them of steps measured before, without a GPU.
+`--tiny` runs at toy size on a CPU, where neither is of use.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from tqdm import tqdm
 
+from bench.aggregate import read_rows
 from bench.result_files import ResultFile
 from bench.rows import RESULTS, environment
-from bench.shapes import SHAPES, Models, build
+from bench.shapes import SHAPES, Models, Shape, build
 from bench.simulated import SETTINGS, Trace, draw
+from bench.step_bench import STEP_KEYS
 from bench.step_cases import CASES, make_rig
 from bench.step_parts import Stepper, room_for
 from dscale.compiled.attention import VERIFY_TILE
@@ -31,6 +33,7 @@ BYTES_PER_S, FLOPS_PER_S = 4.26e12, 790e12
 
 VERIFY_KEYS = ("model", "mode", "budget", "tile", "requests", "rows", "context")
 DECIDE_KEYS = ("model", "mode", "budget", "requests", "rows", "context")
+ENVIRONMENT = ("gpu", "torch", "triton", "transformers", "commit", "date", "model", "dtype")
 FIELDS = ("mode", "budget", "tile")
 VERIFIED = ("dscale-half", "+tiles", "dflash")
 DECIDED = ("dscale-half", "dflash")
@@ -54,30 +57,21 @@ class Floor:
         return 1e3 * (products + cache)
 
 
-def verify_floor(models: Models) -> Floor:
+def verify_floor(shape: Shape, itemsize: int) -> Floor:
     """Of the target: its layers and the LM head. The draft cache's projections do not count."""
-    c = models.target.config
-    return Floor(
-        _numbers(models.target.layers) + c.vocab_size * c.hidden_size,
-        2 * c.num_layers * c.num_kv_heads * c.head_dim,
-        models.target.norm.element_size(),
-    )
+    return _floor(shape, shape.layers, itemsize)
 
 
-def decide_floor(models: Models) -> Floor:
+def decide_floor(shape: Shape, itemsize: int) -> Floor:
     """Of the drafter's layers and the LM head; the predictor does not count."""
-    c, target = models.drafter.config, models.target.config
-    return Floor(
-        _numbers(models.drafter.layers)
-        + models.drafter.qkv.numel()
-        + target.vocab_size * target.hidden_size,
-        2 * c.num_layers * c.num_kv_heads * c.head_dim,
-        models.target.norm.element_size(),
-    )
+    return _floor(shape, shape.draft_layers, itemsize)
 
 
-def _numbers(layers: nn.Module) -> int:
-    return sum(p.numel() for p in layers.parameters() if p.dim() == 2)
+def _floor(shape: Shape, layers: int, itemsize: int) -> Floor:
+    s, width = shape, shape.heads * shape.head_dim
+    key_values = 2 * s.kv_heads * s.head_dim
+    layer = s.hidden * (width + key_values) + width * s.hidden + 3 * s.hidden * s.intermediate
+    return Floor(layers * layer + s.vocab * s.hidden, layers * key_values, itemsize)
 
 
 def measured(
@@ -86,7 +80,7 @@ def measured(
     """("verify" or "decide", row) of every mode, number of requests and context."""
     trace = Trace(*draw(SETTINGS["paper"], 64, max(requests) + 1), models.target.norm.device)
     rig = make_rig(models, trace, max(requests), max(contexts) + room_for(0))
-    floors = {"verify": verify_floor(models), "decide": decide_floor(models)}
+    floors = floors_of(models.shape, models.target.norm.element_size())
     for name in dict.fromkeys((*VERIFIED, *DECIDED)):
         case = CASES[name]
         for lanes in sorted(requests, reverse=True):
@@ -99,6 +93,11 @@ def measured(
                         rows = (case.rows(rig.lanes_of(lanes)), VERIFY_TILE * lanes)
                         row = row_of(floor, graph, lanes, rows[graph != "verify"], context, times)
                         yield graph, {k: case.fields[k] for k in FIELDS} | row
+
+
+def floors_of(shape: Shape, itemsize: int) -> dict[str, Floor]:
+    """By the names of the graphs."""
+    return {"verify": verify_floor(shape, itemsize), "decide": decide_floor(shape, itemsize)}
 
 
 def row_of(
@@ -122,8 +121,35 @@ def row_of(
     }
 
 
+def from_steps(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The same rows out of decode_step.json, whose stages are these graphs; each keeps the
+    environment it was measured in. Raises ValueError for a file of other rows."""
+    needed = ("model", "mode", "sampling", "dtype", "verify_ms", "decide_ms", *VERIFY_KEYS)
+    for step in read_rows(path, (*STEP_KEYS, "context", "dtype")):
+        shapes = [shape for shape in SHAPES.values() if shape.name == step["model"]]
+        if step["sampling"] != "greedy" or not shapes or any(k not in step for k in needed):
+            continue  # profiled alone, or of other models
+        floors = floors_of(shapes[0], getattr(torch, step["dtype"]).itemsize)
+        about = {k: step[k] for k in (*ENVIRONMENT, *FIELDS)}
+        for graph, modes in (("verify", VERIFIED), ("decide", DECIDED)):
+            if step["mode"] not in {CASES[name].mode for name in modes}:
+                continue
+            rows = step["rows"] if graph == "verify" else VERIFY_TILE * step["requests"]
+            yield (
+                graph,
+                about
+                | row_of(floors[graph], graph, step["requests"], rows, step["context"], step),
+            )
+
+
 def main() -> None:
     args = parse()
+    if args.from_steps is not None:
+        files = files_of(args.out, {})
+        for graph, row in from_steps(args.from_steps):
+            files[graph].put(row)
+        print({name: len(file.rows) for name, file in files.items()})
+        return
     device = torch.device("cpu" if args.tiny else "cuda:0")
     dtype = torch.float32 if args.tiny else torch.bfloat16
     base = environment(args.commit) | {"dtype": str(dtype).removeprefix("torch.")}
@@ -131,10 +157,7 @@ def main() -> None:
         for name in args.models:
             models = build(SHAPES[name], device, dtype)
             here = base | {"model": models.shape.name}
-            files = {
-                "verify": ResultFile(args.out / "verify_graph.json", VERIFY_KEYS, here),
-                "decide": ResultFile(args.out / "decide_graph.json", DECIDE_KEYS, here),
-            }
+            files = files_of(args.out, here)
             rows = measured(models, args.requests, args.contexts, args.repeats)
             for graph, row in tqdm(rows, desc=models.shape.name, unit="row"):
                 files[graph].put(row)
@@ -145,19 +168,28 @@ def main() -> None:
             torch._dynamo.reset()
 
 
+def files_of(folder: Path, base: dict[str, Any]) -> dict[str, ResultFile]:
+    """The result files, by the names of the graphs."""
+    return {
+        "verify": ResultFile(folder / "verify_graph.json", VERIFY_KEYS, base),
+        "decide": ResultFile(folder / "decide_graph.json", DECIDE_KEYS, base),
+    }
+
+
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", choices=list(SHAPES), default=["8b"])
     parser.add_argument("--requests", nargs="+", type=int, default=[1, 8, 16, 32])
     parser.add_argument("--contexts", nargs="+", type=int, default=[1000])
     parser.add_argument("--repeats", type=int, default=20, help="steps a time is the median of")
+    parser.add_argument("--from-steps", type=Path, help="decode_step.json: measure nothing anew")
     parser.add_argument("--tiny", action="store_true", help="toy size, on a CPU")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--commit")
     args = parser.parse_args(arguments)
     if args.tiny:
         args.models, args.requests, args.contexts, args.repeats = ["tiny"], [2, 3], [40], 2
-    elif not torch.cuda.is_available():
+    elif args.from_steps is None and not torch.cuda.is_available():
         parser.error("needs a CUDA device; --tiny runs everything at toy size on a CPU")
     return args
 

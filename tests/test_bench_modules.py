@@ -24,29 +24,52 @@ CPU = torch.device("cpu")
     ("requests", "rows", "floor"),
     [(8, 64, 3.83), (16, 128, 4.11), (32, 256, 6.01), (16, 256, 5.46), (32, 512, 10.92)],
 )
-def test_the_verify_floor_of_8b(
-    monkeypatch: pytest.MonkeyPatch, requests: int, rows: int, floor: float
-) -> None:
-    """The table of docs/design.md. Weights without storage draw no numbers."""
-    generator = torch.Generator
-    monkeypatch.setattr(torch, "Generator", lambda device: generator("cpu"))
-    meta = torch.device("meta")
-    with meta:
-        models = build(SHAPES["8b"], meta, torch.bfloat16)
-    found = graphs.verify_floor(models)
+def test_the_verify_floor_of_8b(requests: int, rows: int, floor: float) -> None:
+    """The table of docs/design.md."""
+    found = graphs.verify_floor(SHAPES["8b"], 2)
     assert found.weights == 7_568_097_280
     assert found.milliseconds(rows, requests, 1000) == pytest.approx(floor, abs=0.005)
 
 
-def test_the_decide_floor_counts_drafter_and_head() -> None:
+def test_floors_count_the_weights_of_products() -> None:
     models = build(SHAPES["tiny"], CPU, torch.float32)
-    floor, shape = graphs.decide_floor(models), SHAPES["tiny"]
-    layer = 64 * (4 + 2 * 2) * 16 + 4 * 16 * 64 + 3 * 64 * 96
-    assert floor.weights == layer * shape.draft_layers + 200 * 64
-    assert floor.kv == 2 * 2 * 16
+    floors = graphs.floors_of(SHAPES["tiny"], 4)
+    head = models.target.head.numel()
+
+    def matrices(part: torch.nn.Module) -> int:
+        return sum(p.numel() for p in part.parameters() if p.dim() == 2)
+
+    assert floors["verify"].weights == matrices(models.target.layers) + head
+    drafter = matrices(models.drafter.layers) + models.drafter.qkv.numel()
+    assert floors["decide"].weights == drafter + head
+    c = models.drafter.config
+    assert floors["decide"].kv == 2 * c.num_layers * c.num_kv_heads * c.head_dim
     # Few rows: the weights' bytes; many: the arithmetic.
-    assert floor.milliseconds(1, 0, 0) == pytest.approx(4e3 * floor.weights / 4.26e12)
-    assert floor.milliseconds(10**6, 0, 0) == pytest.approx(2e9 * floor.weights / 790e12)
+    weights = floors["decide"].weights
+    assert floors["decide"].milliseconds(1, 0, 0) == pytest.approx(4e3 * weights / 4.26e12)
+    assert floors["decide"].milliseconds(10**6, 0, 0) == pytest.approx(2e9 * weights / 790e12)
+
+
+def test_graph_rows_out_of_measured_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step: dict[str, Any] = dict.fromkeys(graphs.ENVIRONMENT, "x")
+    step |= {"model": "Qwen3-8B shape", "dtype": "bfloat16", "sampling": "greedy"}
+    step |= {"mode": "dscale", "budget": "half", "tile": "packed heads, 16 rows"}
+    step |= {"requests": 8, "rows": 64, "context": 1000, "verify_ms": 7.66, "decide_ms": 1.36}
+    others = [{"mode": "ar", "rows": 8}, {"sampling": "temperature 1"}, {"model": "mine"}]
+    unmeasured = {k: v for k, v in step.items() if k != "verify_ms"} | {"context": 9}
+    path = tmp_path / "decode_step.json"
+    path.write_text(json.dumps([step, unmeasured, *(step | other for other in others)]))
+    arguments = ["x", "--from-steps", str(path), "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", arguments)
+    graphs.main()
+    [verify] = read_rows(tmp_path / "verify_graph.json", graphs.VERIFY_KEYS)
+    assert (verify["floor_ms"], verify["over_floor"]) == pytest.approx((3.83, 2.0), abs=0.005)
+    assert verify["gpu"] == "x"
+    [decide] = read_rows(tmp_path / "decide_graph.json", graphs.DECIDE_KEYS)
+    assert (decide["rows"], decide["decide_ms"]) == (128, 1.36)
+    path.write_text(json.dumps([{"model": "m"}]))
+    with pytest.raises(ValueError, match="row 0: expected a field 'mode'"):
+        graphs.main()
 
 
 def test_graphs_and_operators_write_their_rows(
