@@ -43,7 +43,7 @@ REMARKS = Path(__file__).parents[1] / "docs" / "results_remarks.md"
 
 def page(folder: Path = RESULTS) -> str:
     """The page, from the result files of a folder. Raises ValueError for one of another schema."""
-    sections = [each.section(each.read(folder)) for each in EXPERIMENTS]
+    sections = [each.part(folder) for each in EXPERIMENTS]
     lines = [line for section in sections for line in section.every]
     out = [
         "# Results",

@@ -225,6 +225,12 @@ class Experiment:
         """Its rows; none where it was not run."""
         return read(self.file, self.fields, folder)
 
+    def part(self, folder: Path = RESULTS) -> Section:
+        """Its section of the page, with its plots once there is anything to plot."""
+        rows = self.read(folder)
+        section = self.section(rows)
+        return section if rows else replace(section, plots=())
+
     def refresh(self, plots: bool = True) -> Rows:
         """Compute rows anew where they come from other files, write them, plot; returns them."""
         rows = self.read() if self.compute is None else self.compute(RESULTS)

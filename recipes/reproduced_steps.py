@@ -11,7 +11,8 @@ from reproduced_plots import BLUE, GREEN, ORANGE, SKY, figure, legend
 from bench.paper import MODELS, PAPER, SYSTEMS
 
 COMMANDS = (
-    "python -m bench.decode_step --models 8b 4b --parts steps gains profile ragged",
+    "python -m bench.decode_step --models 8b 4b --parts steps gains profile ragged sampling",
+    "python -m bench.graphs --models 8b 4b",
     "python recipes/reproduce_steps.py",
 )
 CONCURRENCIES = (8, 16, 32)
@@ -170,7 +171,7 @@ def draw(rows: Rows) -> None:
     """Intervals by concurrency of every model; the allocator's share; the graph pool."""
     names = [n for n in KINDS if any(kind(r["model"]) == n for r in where(rows, kind="interval"))]
     about = "; ".join(f"{KINDS[n]}: {described(rows, n, 'interval')}" for n in names)
-    about += ". Percentages: shorter than the control (paper: 30.8 % to 52.5 % with half)."
+    about += ". Percentages: change from the control (paper, with half: -30.8 % to -52.5 %)."
     with figure("steps.png", about, rows=2, columns=3) as axes:
         for ax, name in zip(axes[0], names, strict=False):
             intervals(ax, rows, name)

@@ -14,6 +14,7 @@ from bench.paper import PAPER as PUBLISHED
 COMMANDS = (
     "python -m bench.closed_loop --prompts DATA",
     "python -m bench.closed_loop_simulated --models 8b 4b",
+    "python -m bench.closed_loop_simulated --models 8b 4b --parts replay",
     "python recipes/reproduce_throughput.py",
 )
 BUDGETS = ("half", "auto")

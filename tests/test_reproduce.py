@@ -136,6 +136,7 @@ def test_a_page_without_measurements_invents_nothing(tmp_path: Path) -> None:
     lines = [line for each in EXPERIMENTS for line in each.section([]).every]
     assert all(line.ours in (None, reproduced.NOT_RUN) for line in lines)
     assert text.count(reproduced.NOT_MEASURED) > 40
+    assert "](plots/" not in text
     for each in EXPERIMENTS:
         commands = each.section([]).commands
         assert commands
