@@ -17,7 +17,6 @@ from typing import Any
 import dscale
 from dscale.engine import Engine
 from dscale.handle import Handle, Result
-from dscale.kernels.ops import MAX_LANES
 
 CANCELLED, MALFORMED = 0.10, 0.02
 WAIT = 120.0
@@ -159,6 +158,5 @@ def all_back(engine: Engine) -> None:
     assert not batcher.busy
     assert workspace is not None
     assert batcher.num_free_pages == workspace.num_pages - 1
-    most = engine.config.max_concurrency or MAX_LANES
-    assert batcher.num_free_slots == min(workspace.max_requests, most)
+    assert batcher.num_free_slots == min(workspace.max_requests, engine.config.concurrency)
     assert not engine.num_open

@@ -11,14 +11,17 @@ from itertools import islice
 
 import torch
 
-from dscale.compiled.kv import PAGE
+from dscale.compiled.attention import PREFILL_TILE
 from dscale.core import Core
 from dscale.decode import Decoding, Launch
-from dscale.kernels.ops import MAX_LANES
-from dscale.pages import PageAllocator, page_keys
+from dscale.prefix import PagePool
 from dscale.request import FinishReason, Request, finish_reason
 from dscale.sizing import explained
 from dscale.weights import Weights
+
+FILL_ROWS = 8192
+"""Rows of one prefill pass, padded to its longest chunk, unless `prefill_chunk` alone is more: its
+activations are most of what a pass needs besides the caches (1 GB at 8B shapes)."""
 
 
 @dataclass(slots=True)
@@ -34,17 +37,17 @@ class Batcher:
     waiting: deque[Request] = field(default_factory=deque)
     filling: list[Request] = field(default_factory=list)
     live: list[Request] = field(default_factory=list)
-    _allocator: PageAllocator = field(default_factory=lambda: PageAllocator(1))
+    pages: PagePool = field(init=False)
     _slots: list[int] = field(default_factory=list)
-    _weights: Weights = field(init=False)
-    _looked: bool = False
     _draining: bool = False
     _at_limit: bool = False
     _decoding: Decoding | None = None
     _pending: tuple[Decoding, Launch] | None = None
 
     def __post_init__(self) -> None:
-        self._weights = Weights(self.core.target, self.core.drafter)
+        core = self.core
+        weights = Weights(core.target, core.drafter)
+        self.pages = PagePool(core.config.prefix_cache, weights, core.stats)
 
     @property
     def busy(self) -> bool:
@@ -58,7 +61,7 @@ class Batcher:
     @property
     def num_free_pages(self) -> int:
         """Pages that no placed request holds."""
-        return self._allocator.num_free
+        return self.pages.allocator.num_free
 
     @property
     def num_free_slots(self) -> int:
@@ -130,7 +133,8 @@ class Batcher:
 
     def _admit(self) -> None:
         if not self._placed:
-            self._draining = self._looked = False
+            self._draining = False
+            self.pages.idle()
             self._grow()
         else:
             self._draining = self._draining or self._outgrown()
@@ -139,7 +143,8 @@ class Batcher:
         new: list[Request] = []
         while self.waiting and self._slots:
             request = self.waiting[0]
-            if not self.core.holds(request) or not self._reserve(request):
+            filling = [*self.filling, *new]
+            if not self.core.holds(request) or not self.pages.reserve(request, filling):
                 break
             self.waiting.popleft()
             request.slot = heappop(self._slots)
@@ -149,40 +154,6 @@ class Batcher:
             self.core.place(new)
             self._decoding = None
 
-    def _reserve(self, request: Request) -> bool:
-        """Give a request the shared pages of its prompt's beginning and new ones for the rest, if
-        there are as many."""
-        allocator, pages = self._allocator, list[int]()
-        if self.core.config.prefix_cache and allocator.num_shared:
-            if request.keys is None:
-                # The last token must be run for its logits.
-                request.keys = page_keys(request.prompt[:-1])
-            pages = allocator.find(request.keys)
-            if pages and self._outdated():
-                allocator.give_back(pages)
-                allocator.forget_all()
-                pages = []
-        if request.num_pages - len(pages) > allocator.num_free:
-            allocator.give_back(pages)
-            return False
-        request.pages = pages + allocator.take(request.num_pages - len(pages))
-        request.prefilled = len(pages) * PAGE
-        self.core.stats.prefix_hits += request.prefilled
-        return True
-
-    def _share(self, request: Request, text: list[int]) -> None:
-        """Let others find the pages of a request that `text` fills in both caches."""
-        if self.core.config.prefix_cache and request.error is None and len(text) >= PAGE:
-            if self._outdated():
-                self._allocator.forget_all()
-            self._allocator.share(request.pages, page_keys(text))
-
-    def _outdated(self) -> bool:
-        """Whether weights were written to since pages were shared. Looks once while requests run:
-        they may only change while none does."""
-        looked, self._looked = self._looked, True
-        return not looked and not self._weights.same()
-
     def _outgrown(self) -> bool:
         """Whether what waits could use twice the workspace, and there may be one."""
         workspace, fixed = self.core.workspace, self.core.config.pool_tokens is not None
@@ -191,23 +162,18 @@ class Batcher:
         if self.core.unchosen:
             return True
         running = [*self.live, *self.filling]
-        waiting = islice(self.waiting, max(0, self._most - len(running)))
+        waiting = islice(self.waiting, max(0, self.core.config.concurrency - len(running)))
         need = self.core.sizes([*running, *waiting])
         return (
             need["max_requests"] >= 2 * workspace.max_requests
             or need["num_pages"] >= 2 * workspace.num_pages
         )
 
-    @property
-    def _most(self) -> int:
-        """Requests that may run at once: a decode step has at most MAX_LANES lanes."""
-        return self.core.config.max_concurrency or MAX_LANES
-
     def _grow(self) -> None:
         """Make room for as many waiting requests as may run together; refuse the first alone when
         it cannot run at all."""
         before = self.core.workspace
-        count = min(len(self.waiting), self._most)
+        count = min(len(self.waiting), self.core.config.concurrency)
         while self.waiting and count:
             try:
                 first = [self.waiting[i] for i in range(count)]
@@ -226,20 +192,25 @@ class Batcher:
     def _reset(self) -> None:
         workspace = self.core.workspace
         self._decoding = None
-        self._allocator = PageAllocator(workspace.num_pages if workspace is not None else 1)
+        self.pages.reset(workspace.num_pages if workspace is not None else 1)
         most = 0 if workspace is None else workspace.max_requests
-        self._slots = list(range(min(most, self._most)))
+        self._slots = list(range(min(most, self.core.config.concurrency)))
 
     def _fill(self) -> None:
-        """Prefill the next chunk: of every request there is, or while others decode, one chunk's
-        tokens in all."""
-        size = self.core.config.prefill_chunk
+        """Prefill the next chunk: of every request there is, as far as FILL_ROWS go, or while
+        others decode, one chunk's tokens in all."""
+        if found := self.pages.follow(self.filling):
+            self.core.place(found)
+        size, height = self.core.config.prefill_chunk, 0
         left = size if self.live else size * len(self.filling)
         group: list[Request] = []
         lengths: list[int] = []
         for request in self.filling:
+            if request.leader is not None:
+                continue
             length = min(size, left, len(request.prompt) - request.prefilled)
-            if length < 1:
+            height = max(height, -(-length // PREFILL_TILE) * PREFILL_TILE)
+            if length < 1 or (group and height * (1 + len(group)) > FILL_ROWS):
                 break
             group.append(request)
             lengths.append(length)
@@ -255,7 +226,7 @@ class Batcher:
         self.filling = [r for r in self.filling if r not in done]
         self.live += [r for r in done if r not in ended]
         for request in done:
-            self._share(request, request.prompt)
+            self.pages.share(request, request.prompt)
         self.live.sort(key=lambda r: r.slot)
         self._decoding = None if done else self._decoding
         for request in ended:
@@ -289,8 +260,8 @@ class Batcher:
         if request.slot >= 0:
             if reason not in ("error", "cancelled"):
                 # The last token is in no cache yet.
-                self._share(request, request.prompt + request.tokens[:-1])
+                self.pages.share(request, request.prompt + request.tokens[:-1])
             heappush(self._slots, request.slot)
-            self._allocator.give_back(request.pages)
+            self.pages.allocator.give_back(request.pages)
             request.slot, request.pages = -1, []
         request.finish(reason)

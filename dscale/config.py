@@ -91,6 +91,11 @@ class EngineConfig:
             raise ValueError(f"capture: expected None, True or False, got {self.capture!r}")
 
     @property
+    def concurrency(self) -> int:
+        """Requests that may run at once: a decode step has at most MAX_LANES lanes."""
+        return self.max_concurrency or MAX_LANES
+
+    @property
     def adaptive(self) -> bool:
         """Whether requests get different numbers of rows."""
         return self.mode in ADAPTIVE

@@ -22,6 +22,7 @@ from transformers import (
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 
+from dscale.errors import not_finite
 from dscale.kernels.reference import position_gumbel
 
 ON_DEVICE = (
@@ -62,7 +63,9 @@ class Guide:
 
     def choose(self, logit_1V: Tensor, position: int) -> int:
         """Choose the token at absolute `position`, padding not counted. Raises what a processor
-        raises, and ValueError for scores that no sample can be drawn from."""
+        raises, ArithmeticError for logits that are not finite and that no processor mended, and
+        ValueError for scores that no sample can be drawn from."""
+        given = logit_1V
         logit_1V = logit_1V.to(device=self.ids.device, dtype=torch.float32, copy=True)
         score_1V: Tensor = self.processors(self.ids, logit_1V)
         if self.keep_scores:
@@ -70,12 +73,15 @@ class Guide:
         if self.keep_logits:
             self.logits.append(logit_1V)
         noisy_V = score_1V[0]
-        if self.sample:
-            if not bool(noisy_V.max().isfinite()):
+        if not bool(noisy_V.max().isfinite()):
+            if not bool(given.max().isfinite()):
+                raise not_finite(position)
+            if self.sample:
                 raise ValueError(
                     "logits_processor: expected scores with a finite maximum to sample from, got "
                     f"{noisy_V.max()} at position {position}"
                 )
+        if self.sample:
             noisy_V = noisy_V + self._noise(position, noisy_V)
         token_11 = noisy_V.argmax().view(1, 1)
         self.ids = torch.cat((self.ids, token_11), 1)

@@ -55,9 +55,9 @@ class Loop:
         generation_config: Any = None,
         **model_kwargs: Any,
     ) -> Tensor | GenerateDecoderOnlyOutput:
-        mask = model_kwargs.get("attention_mask")
-        processors = self._processors(model, logits_processor)
-        made = self.prepare(input_ids, mask, processors, stopping_criteria, generation_config)
+        made = self.prepare(
+            model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs
+        )
         self.engine.generate(made.requests, self._watcher(made))
         sequences = assemble(input_ids, made.requests, made.judge, generation_config)
         for criterion in made.criteria if made.judge is None else ():
@@ -73,22 +73,21 @@ class Loop:
                 kept[name] = tuple(of_step([getattr(g, name) for g in guides], i) for i in steps)
         return GenerateDecoderOnlyOutput(sequences=sequences, **kept)
 
-    def _processors(self, model: PreTrainedModel, prepared: Any) -> Processors:
-        call = self.call
-        return Processors(model, prepared, call.processors, call.allowed_tokens)
-
     def prepare(
         self,
+        model: PreTrainedModel,
         input_ids: Tensor,
-        mask: Tensor | None,
-        processors: Processors,
+        logits_processor: Any,
         stopping_criteria: Any,
         generation_config: Any,
+        model_kwargs: dict[str, Any],
     ) -> Prepared:
         """One request per row, everything about it checked that needs no compute."""
+        call, mask = self.call, model_kwargs.get("attention_mask")
+        processors = Processors(model, logits_processor, call.processors, call.allowed_tokens)
         refuse_unsupported(vars(generation_config))
         criteria = list(stopping_criteria or [])
-        add_stop_strings(criteria, self.call.stop_strings, self.call.tokenizer)
+        add_stop_strings(criteria, call.stop_strings, call.tokenizer)
         requests = self.requests(input_ids, mask, criteria, processors, generation_config)
         if mask is not None and requests[0].guide is None:
             seen = seen_padding(input_ids, mask, processors.prepared)
@@ -97,7 +96,7 @@ class Loop:
                 vocab = self.engine.target.config.vocab_size
                 request.also_seen = [i for i in ids if 0 <= i < vocab]
         judge = None
-        if needs_judge(criteria) or (self.call.streamer is not None and len(requests) > 1):
+        if needs_judge(criteria) or (call.streamer is not None and len(requests) > 1):
             judge = Judge(input_ids, criteria, generation_config._pad_token_tensor)
         return Prepared(requests, judge, criteria)
 
@@ -182,9 +181,9 @@ class Preparation(Loop):
         generation_config: Any = None,
         **model_kwargs: Any,
     ) -> Any:
-        mask = model_kwargs.get("attention_mask")
-        processors = self._processors(model, logits_processor)
-        return self.prepare(input_ids, mask, processors, stopping_criteria, generation_config)
+        return self.prepare(
+            model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs
+        )
 
 
 def of_step(kept: list[list[Tensor]], step: int) -> Tensor:

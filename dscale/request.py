@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from dscale import errors
 from dscale.guide import Guide
 from dscale.pages import pages_for
 from dscale.stopping import Judge
@@ -33,6 +34,7 @@ class Request:
     pass. `finish_reason` is set at the end, with `error` where it is "error". `queued_at`,
     `first_token_at`, `finished_at`: seconds since the epoch. `prefilled`: prompt tokens in the
     caches; `scores`: the latest of its drafts. `keys`: its prompt's page keys, once needed.
+    `leader`: whose prefill, of a beginning both have, this one waits for.
     `sink`: who is told."""
 
     prompt: list[int]
@@ -53,6 +55,7 @@ class Request:
     pages: list[int] = field(default_factory=list)
     slot: int = -1
     keys: list[bytes] | None = None
+    leader: Request | None = None
     prefilled: int = 0
     scores: Any = None
     sink: Sink | None = None
@@ -168,9 +171,7 @@ def finish_reason(request: Request) -> FinishReason:
 
 def not_finite(request: Request) -> ArithmeticError:
     """Why a request fails whose logits are not finite."""
-    return ArithmeticError(
-        f"model: expected finite logits, got NaN or infinity behind {request.context} tokens"
-    )
+    return errors.not_finite(request.context)
 
 
 def check_penalty(penalty: object) -> None:

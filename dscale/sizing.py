@@ -119,7 +119,7 @@ def needed(
         num_pages = per_request = limit
     elif capacity is not None:
         num_pages = max(1 + largest, min(num_pages, capacity))
-        most = min(config.max_concurrency or MAX_LANES, most)
+        most = min(config.concurrency, most)
     else:
         num_pages = max(-(-num_pages // 16) * 16, per_request)
     stop_ids = max(len(r.stop_ids) for r in requests)
@@ -146,7 +146,7 @@ def roomy(
     if config.pool_tokens is not None or not (serving or memory.gpu or old):
         return sizes
     if serving:
-        sizes["max_requests"] = bucket_of(config.max_concurrency or MAX_LANES)
+        sizes["max_requests"] = bucket_of(config.concurrency)
         sizes["num_pages"] = max(need["num_pages"], memory.serving_pages)
     else:
         slots = config.max_concurrency or (CALL_SLOTS if memory.gpu else 0)

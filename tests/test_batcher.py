@@ -110,7 +110,8 @@ def test_requests_enter_in_order(
         batcher.round()
     batcher.add(items[20:])
     to_end(batcher)
-    assert list(map(id, entered)) == list(map(id, items))
+    # One may be placed twice, for pages that another has completed meanwhile.
+    assert list(dict.fromkeys(map(id, entered))) == list(map(id, items))
     assert max(together) == 4
     assert len(together) > 5
     for item in items:
@@ -153,6 +154,7 @@ def test_cancel_anywhere(
 ) -> None:
     monkeypatch.setattr(Core, "captured", property(lambda self: late))
     monkeypatch.setattr("dscale.stages.capture", lambda stage: stage)
+    monkeypatch.setattr("dscale.stages.compiled", lambda stage: stage)
     batcher = rounds("dflash")
     victim, others = request(300, 40), [request(n, 50) for n in (9, 3, 17, 9, 129)]
     batcher.add([*others[:2], victim, *others[2:]])

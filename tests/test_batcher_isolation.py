@@ -11,7 +11,7 @@ from soak import References
 from tiny import VOCAB, prompt, tiny_drafter, tiny_model
 
 import dscale
-from bench.soak_load import all_back
+from bench.soak_load import WAIT, all_back
 from dscale.batcher import Batcher
 from dscale.compiled.kv import KVPool
 from dscale.request import Request
@@ -178,3 +178,39 @@ def test_a_request_without_finite_logits_fails_alone(
         == (references.text(3)[:5])
     )
     spec.detach()
+
+
+GUIDED: list[dict[str, Any]] = [
+    {"no_repeat_ngram_size": 3},
+    {"no_repeat_ngram_size": 3, "do_sample": True, "seed": 5},
+]
+
+
+@pytest.mark.parametrize("settings", GUIDED)
+@pytest.mark.parametrize("mode", ["ar", "dscale"])
+def test_a_guided_request_without_finite_logits_fails_alone(
+    mode: Any, settings: dict[str, Any], references: References, tmp_path: Path
+) -> None:
+    """Unless a processor mends them, which `remove_invalid_values` asks for."""
+    model = tiny_model()
+    drafter = None if mode == "ar" else tiny_drafter(tmp_path, model)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[POISON] = torch.nan
+    bad = [*prompt(9)[:-1], POISON]
+    with dscale.attach(model, drafter, mode=mode, pool_tokens=4 * 128, max_concurrency=3) as spec:
+        engine, new = spec.engine, {"max_new_tokens": 20}
+        for _ in range(2):
+            good = [engine.submit(prompt(n), **new) for n in (3, 40)]
+            failing = engine.submit(bad, **new, **settings)
+            guided = engine.submit(prompt(9), **new, suppress_tokens=[POISON])
+            mended = engine.submit(bad, **new, **settings, remove_invalid_values=True)
+            result = failing.result(WAIT)
+            assert (result.finish_reason, result.generated_tokens) == ("error", [])
+            assert (
+                result.error
+                == "model: expected finite logits, got NaN or infinity behind 9 tokens"
+            )
+            for handle, length in zip((*good, guided), (3, 40, 9), strict=True):
+                assert handle.result(WAIT).generated_tokens == references.text(length)[:20]
+            assert mended.result(WAIT).finish_reason == "length"
+        all_back(engine)

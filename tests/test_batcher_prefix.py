@@ -122,7 +122,7 @@ def test_what_was_not_committed_is_not_shared(
     assert failed.finish_reason == "error"
     # An answer of 28 tokens ends on the page's last position, where no row has been.
     run(spec, [request([t for t in HEAD[:140] if t != 499][:100], 28)])
-    assert batcher._allocator.num_shared == 0
+    assert batcher.pages.allocator.num_shared == 0
     weight[499] = kept
     assert run(spec, [request(HEAD[:300])])[0].finish_reason == "length"
     assert spec.stats.prefix_hits == 0
@@ -184,6 +184,57 @@ def test_engines_share_nothing(attach: Attach) -> None:
     assert one.stats.prefix_hits == other.stats.prefix_hits == 0
     with pytest.raises(ValueError, match="prefix_cache: expected True or False, got 1"):
         attach(prefix_cache=1)
+
+
+@pytest.mark.parametrize("mode", ["ar", "dscale"])
+def test_prompts_that_come_together_share_too(mode: Any, attach: Attach) -> None:
+    def made() -> list[Request]:
+        tails = [prompt(n, 7) for n in (40, 1, 200)]
+        own = request(prompt(300, 9))
+        return [
+            request(HEAD + tails[0]),
+            own,
+            *(request(HEAD + t) for t in tails[1:]),
+            request(HEAD),
+        ]
+
+    settings: dict[str, Any] = {"pool_tokens": 60 * PAGE, "max_concurrency": 8}
+    cached, alone = attach(mode, **settings), attach(mode, prefix_cache=False, **settings)
+    for ours, theirs in zip(run(cached, made()), run(alone, made()), strict=True):
+        assert ours.tokens == theirs.tokens
+        assert ours.progress == theirs.progress
+        assert ours.leader is None
+    # The first of them runs the head, 7 whole pages; the others wait for it.
+    assert cached.stats.prefix_hits == 3 * 7 * PAGE
+    assert cached.stats.prompt_tokens + cached.stats.prefix_hits == alone.stats.prompt_tokens
+
+
+def test_whom_a_request_waits_for(attach: Attach) -> None:
+    spec = attach("ar", prefill_chunk=128, pool_tokens=60 * PAGE, max_concurrency=8)
+    batcher = spec.engine.batcher
+    first, second = request(HEAD[:700]), request(HEAD[:700] + prompt(9))
+    short = request(HEAD[:300])  # most of what `first` still runs is none of its business
+    other = request([1, *HEAD])
+    batcher.add([first, second, short, other])
+    batcher.round()
+    assert [r.leader for r in (first, second, short, other)] == [None, first, None, None]
+    assert [r.prefilled for r in (first, second, short, other)] == [128, 0, 128, 128]
+    batcher.cancel(first)  # and with it what it has run
+    batcher.round()
+    assert second.leader is None
+    assert second.prefilled == 128
+    late = request(HEAD[:500])
+    batcher.add([late])
+    batcher.round()
+    assert late.leader is second
+    while batcher.busy:
+        batcher.round()
+    assert spec.stats.prefix_hits == 3 * PAGE
+    for item in (second, short, other, late):
+        ids = torch.tensor([item.prompt])
+        want = plain(tiny_model(), ids, max_new_tokens=12)[0, len(item.prompt) :]
+        assert item.tokens == want.tolist()
+    assert batcher.num_free_pages == 60
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -154,6 +154,29 @@ def test_every_length(
         assert len(out.scores) == count
 
 
+@pytest.mark.parametrize("right", DRAFTERS)
+def test_eos_at_every_offset_of_the_block(
+    right: Any, reference: Any, spec: Attachment, monkeypatch: Any
+) -> None:
+    settings: dict[str, Any] = {"no_repeat_ngram_size": 1, "max_new_tokens": NEW}
+    new = plain(reference, **BATCH, **settings)[:, 130:]
+    if right is not None:
+        rows = [a + b for a, b in zip(ROWS, new.tolist(), strict=True)]
+        script(monkeypatch, rows, right)
+    for offset in range(NEW) if right in (oracle, ragged) else (0, 1, 16, 17):
+        # Of all rows in turn; no token comes twice in one.
+        eos = int(new[offset % 4, offset])
+        before = ((new == eos).cumsum(1) - (new == eos).long()) == 0
+        want = torch.where(before, new, 3)[:, : int(before.sum(1).max())]
+        ours = spec.model.generate(**BATCH, **settings, eos_token_id=eos, pad_token_id=3)
+        assert torch.equal(ours[:, 130:], want), offset
+        one = spec.model.generate(**ONE, **settings, eos_token_id=int(new[0, offset]))
+        assert one[0, 9:].tolist() == new[0, : offset + 1].tolist()
+    assert torch.equal(
+        ours, plain(reference, **BATCH, **settings, eos_token_id=eos, pad_token_id=3)
+    )
+
+
 @pytest.mark.parametrize("mode", ["ar", "dflash", "+tiles", "+budget"])
 def test_other_modes(mode: Any, reference: Any, tmp_path: Any) -> None:
     model = tiny_model()

@@ -223,3 +223,31 @@ def test_out_of_memory_in_a_step_says_what_to_lower(
                 spec.model.generate(torch.tensor([prompt(9)]), max_new_tokens=12)
         out = spec.model.generate(torch.tensor([prompt(9)]), max_new_tokens=12)
         assert out.shape == (1, 21)
+
+
+def test_a_prefill_pass_has_only_so_many_rows(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefill, passes = Core.prefill, list[list[int]]()
+
+    def watched(core: Core, requests: list[Request], lengths: list[int]) -> list[Request]:
+        passes.append(lengths)
+        return prefill(core, requests, lengths)
+
+    monkeypatch.setattr(Core, "prefill", watched)
+    with dscale.attach(*pair, prefill_chunk=128, prefix_cache=False) as spec, torch.no_grad():
+        batcher = spec.engine.batcher
+
+        def run(lengths: list[int], most: int) -> None:
+            monkeypatch.setattr("dscale.batcher.FILL_ROWS", most)
+            passes.clear()
+            batcher.add([request(n, 2) for n in lengths])
+            while batcher.busy:
+                batcher.round()
+
+        run([9, 3, 129, 17, 1, 9, 260, 40, 3, 127], 512)
+        # Padded to tiles of 128 rows: four requests at most, in order.
+        assert passes[0] == [9, 3, 128, 17]
+        assert all(len(lengths) <= 4 for lengths in passes)
+        assert sum(map(sum, passes)) == 598
+        # A chunk that is more by itself runs alone.
+        run([9, 3], 100)
+        assert passes == [[9], [3]]
