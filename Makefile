@@ -17,6 +17,7 @@ test: lint types
 
 soak: $(READY)
 	PYTHONPATH=.:tests $(BIN)/python tests/soak.py
+	DSCALE_SOAK=1 $(BIN)/python -m pytest tests/test_batcher_requests.py -k memory
 
 lint: $(READY)
 	$(BIN)/ruff check .
