@@ -21,6 +21,8 @@ GRAPH_KERNELS = 4
 
 MIB = 2**20
 
+_UNNUMBERED = re.compile(r"_\d+$")  # the number Inductor ends a kernel's name with
+_KIND = re.compile(r"triton_[a-z]+_fused")
 _STATISTICS_END = "_join_parts"  # the last kernel of row_statistics
 # Besides what follows the row statistics: float32 products, which only the predictor has.
 _FLOAT32_PRODUCT = re.compile(r"sgemm|f32f32|tf32|gemmSN|gemv|nvjet_ss|dot_kernel")
@@ -205,13 +207,28 @@ def growth(
 ) -> list[dict[str, Any]]:
     """Microseconds a step of every kernel with a small and a large pool, most growth first.
 
-    A kernel of one table only counts as 0 in the other: a compiler may name it anew."""
-    before, after = ({row["name"]: row["us"] for row in rows} for rows in (small, large))
-    rows = [
-        {"name": name, "us_small": before.get(name, 0.0), "us_large": after.get(name, 0.0)}
-        for name in before | after
+    Inductor numbers its kernels, and names some anew for other sizes: names count without their
+    number, and those of one table only are added up by kind (templates, pointwise, ...)."""
+    names = [{_UNNUMBERED.sub("", row["name"]) for row in rows} for rows in (small, large)]
+    both = names[0] & names[1]
+    tables: list[dict[str, float]] = []
+    for rows in (small, large):
+        table: dict[str, float] = defaultdict(float)
+        for row in rows:
+            name = _UNNUMBERED.sub("", row["name"])
+            kind = _KIND.match(name)
+            table[name if name in both or kind is None else kind[0]] += row["us"]
+        tables.append(table)
+    before, after = tables
+    found = [
+        {
+            "name": n,
+            "us_small": round(before.get(n, 0.0), 2),
+            "us_large": round(after.get(n, 0.0), 2),
+        }
+        for n in before | after
     ]
-    return sorted(rows, key=lambda row: row["us_small"] - row["us_large"])
+    return sorted(found, key=lambda row: row["us_small"] - row["us_large"])
 
 
 class Counts(NamedTuple):

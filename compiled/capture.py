@@ -1,4 +1,5 @@
-"""Compiling a stage for a GPU: one dynamic compile, one captured graph per bucket."""
+"""Compiling a stage for a GPU: one dynamic compile, and where its sizes come in buckets one
+captured graph for each."""
 
 from __future__ import annotations
 
@@ -19,10 +20,16 @@ def capture(stage: nn.Module) -> Callable[..., Any]:
 
     The stage reads and writes fixed-address buffers only and returns nothing, so each bucket is
     one recording. `fullgraph` makes a graph break an error rather than a slow step."""
-    compiled: Callable[..., Any] = torch.compile(
+    function: Callable[..., Any] = torch.compile(
         own_forward(stage), mode="reduce-overhead", fullgraph=True
     )
-    return compiled
+    return function
+
+
+def compiled(stage: nn.Module) -> Callable[..., Any]:
+    """Compile a stage whose sizes are too many to capture; nothing of it is fixed in place."""
+    function: Callable[..., Any] = torch.compile(own_forward(stage), fullgraph=True)
+    return function
 
 
 def own_forward(stage: nn.Module) -> Callable[..., Any]:
@@ -46,12 +53,20 @@ def begin_step() -> None:
     torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
 
 
+def load_trees() -> None:
+    """Load PyTorch's CUDA-graph trees on this thread, before a thread of ours does.
+
+    Up to torch 2.12 they belong to the thread that loads them: that must be one of the caller's,
+    or his own `torch.compile(mode="reduce-overhead")` would fail an assertion."""
+    import torch._inductor.cudagraph_trees  # noqa: F401
+
+
 @contextmanager
 def own_trees() -> Iterator[None]:
     """CUDA-graph trees for this thread, let go at the end.
 
-    PyTorch makes them on the thread that first imports them, and for autograd's threads; on any
-    other the first recording fails an assertion (torch 2.11 to 2.13)."""
+    PyTorch makes them on the thread that loads them, and for autograd's threads; on any other the
+    first recording fails an assertion (torch 2.11)."""
     from torch._inductor import cudagraph_trees as trees
 
     containers: dict[int, Any] = {}

@@ -15,7 +15,7 @@ from queue import Empty, SimpleQueue
 import torch
 
 from dscale.batcher import Batcher
-from dscale.compiled.capture import own_trees
+from dscale.compiled.capture import load_trees, own_trees
 from dscale.errors import ClosedError
 
 Command = Callable[[Batcher], None]
@@ -30,6 +30,8 @@ class Worker:
         self._lock = threading.RLock()
         self._closed = False
         self._batcher = batcher
+        if batcher.core.target.norm.device.type == "cuda":
+            load_trees()
         self._thread: threading.Thread | None = None
 
     def tell(self, command: Command) -> None:

@@ -33,7 +33,8 @@ def tile_heads(
     shared: int,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """Query tiles `[N, H / G, G * T, E]` and keys `[R, K, E]`; reference_heads says how.
+    """Query tiles `[N, H / G, G * T, E]` and keys `[R, K, E]`; reference_heads says how. On a GPU
+    the result is rounded once, on the CPU after each of four steps, as transformers does.
 
     Raises ValueError for other shapes or dtypes, one norm without the other, an odd E, or heads
     that do not divide by `shared`."""

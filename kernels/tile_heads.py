@@ -106,7 +106,7 @@ def _head(
     HALF_BLOCK: tl.constexpr,
     NORMED: tl.constexpr,
 ) -> None:
-    """Norm and rotate a row's heads; every product is rounded as eager code rounds it."""
+    """Norm and rotate a row's heads in float32, rounded once."""
     HALF: tl.constexpr = E // 2
     dtype = to.dtype.element_ty
     at = tl.arange(0, HALF_BLOCK)
@@ -119,11 +119,10 @@ def _head(
         scale = tl.rsqrt(square / E + eps)[:, None]
         low_weight = tl.load(norm + at, mask=is_at, other=0.0).to(tl.float32)[None, :]
         high_weight = tl.load(norm + HALF + at, mask=is_at, other=0.0).to(tl.float32)[None, :]
-        low = ((low * scale).to(dtype).to(tl.float32) * low_weight).to(dtype).to(tl.float32)
-        high = ((high * scale).to(dtype).to(tl.float32) * high_weight).to(dtype).to(tl.float32)
+        low = low * scale * low_weight
+        high = high * scale * high_weight
     c = tl.load(cos + row * HALF + at, mask=is_at, other=0.0).to(tl.float32)[None, :]
     s = tl.load(sin + row * HALF + at, mask=is_at, other=0.0).to(tl.float32)[None, :]
-    first = (low * c).to(dtype).to(tl.float32) - (high * s).to(dtype).to(tl.float32)
-    second = (high * c).to(dtype).to(tl.float32) + (low * s).to(dtype).to(tl.float32)
+    first, second = low * c - high * s, high * c + low * s
     tl.store(to[:, None] + at[None, :], first.to(dtype), mask=mask)
     tl.store(to[:, None] + (HALF + at)[None, :], second.to(dtype), mask=mask)

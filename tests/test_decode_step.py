@@ -249,6 +249,14 @@ def test_growth_with_the_pool_is_found() -> None:
     grown = pool_growth(small, step_profile(slow, 2, skip=2))["grown"]
     assert [row["name"] for row in grown] == ["Memcpy"]
     assert pool_growth(small, small)["grown"] == []
+    before = [
+        {"name": f"triton_poi_fused_{n}", "us": us} for n, us in (("a_3", 2.0), ("b_4", 3.0))
+    ]
+    after = [{"name": f"triton_poi_fused_{n}", "us": us} for n, us in (("a_7", 2.0), ("c_4", 3.5))]
+    assert growth(before, after) == [
+        {"name": "triton_poi_fused", "us_small": 3.0, "us_large": 3.5},
+        {"name": "triton_poi_fused_a", "us_small": 2.0, "us_large": 2.0},
+    ]
     renamed = growth([{"name": "a", "us": 3.0}], [{"name": "b", "us": 4.0}])
     assert [(row["name"], row["us_small"], row["us_large"]) for row in renamed] == [
         ("b", 0.0, 4.0),

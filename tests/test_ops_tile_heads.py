@@ -69,19 +69,18 @@ def test_equals_the_loop(run: str, normed: bool, shape: tuple[int, ...]) -> None
 
 
 @pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_rounds_as_eager_code(run: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("dtype", "unit"), [(torch.bfloat16, 2**-8), (torch.float16, 2**-11)])
+def test_rounding(run: str, dtype: torch.dtype, unit: float) -> None:
+    """Four roundings on the CPU, as transformers does it; one in the kernel."""
     args = arguments(9, 2, 16, 8, 2, 64, dtype=dtype)
     got = runner("tile_heads", run)(*args, 2, 4, EPS)
-    want = reference_heads.tile_heads(*args, 2, 4, EPS)
     assert got[0].dtype == dtype
-    for x, y in zip(got, want, strict=True):
-        if INTERPRETED and dtype == torch.bfloat16:  # the interpreter truncates
-            torch.testing.assert_close(x, y, atol=0.1, rtol=0.02)
-            continue
-        # The squares may be added up in another order: rarely a unit in the last place.
-        assert (x == y).float().mean() > 0.99
-        torch.testing.assert_close(x, y)
+    # The interpreter truncates bfloat16 where a GPU rounds.
+    once = 2 * unit if INTERPRETED else 1.01 * unit
+    roundings = 4 * unit if run == "op" else once
+    for x, y in zip(got, loop(args, 2, 4), strict=True):
+        # Of the largest head: the two products of a rotation may cancel.
+        assert (x.float() - y).abs().max() <= roundings * y.abs().max()
 
 
 @pytest.mark.parametrize("run", RUNS)
