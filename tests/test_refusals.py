@@ -19,7 +19,7 @@ from transformers import (
 import dscale
 from dscale import Attachment
 from dscale.compiled.target import Target
-from dscale.sampling import SUPPORTED
+from dscale.sampling import KNOWN, NEUTRAL, SUPPORTED
 
 IDS = torch.tensor([prompt(9)])
 Refused = Callable[..., None]
@@ -99,6 +99,8 @@ def test_every_field_either_works_or_is_refused() -> None:
 def test_fields_of_the_config(field: str, spec: Attachment, refused: Refused) -> None:
     value = FIELDS[field]
     refused(field, IDS, max_new_tokens=5, **{field: value})
+    if field not in KNOWN | NEUTRAL.keys():
+        return  # this release of transformers has no such field and ignores it in a config
     config = GenerationConfig(max_new_tokens=5)
     setattr(config, field, value)
     refused(field, IDS, config)
