@@ -3,6 +3,7 @@ draft cache."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -17,20 +18,22 @@ from dscale.compiled.target import Target
 
 
 class Chunk(NamedTuple):
-    """A chunk of prompt rows, packed flat over the lanes, int64.
+    """A chunk of prompt rows, packed flat over N lanes and cut into X tiles, int64.
 
-    `token_R`; `rows`; `last_N`: each lane's last row of the chunk; `start_N`: positions before the
-    chunk; `ends_N` bool: whether the lane's prompt ends in this chunk."""
+    `token_R`; `rows`, whose lanes are the tiles; `slot_X`: each tile's request slot; `start_X`:
+    positions before its first row; `last_N`: each lane's last row; `ends_N` bool: whether the
+    lane's prompt ends in this chunk."""
 
     token_R: Tensor
     rows: Rows
+    slot_X: Tensor
+    start_X: Tensor
     last_N: Tensor
-    start_N: Tensor
     ends_N: Tensor
 
 
-class Prefill(nn.Module):
-    """Run a chunk; lanes whose prompt ends in it commit their first token, the first anchor."""
+class PromptPass(nn.Module):
+    """The target over a chunk; both caches get its rows."""
 
     def __init__(
         self,
@@ -38,26 +41,40 @@ class Prefill(nn.Module):
         pool: KVPool,
         drafter: Drafter | None,
         draft_pool: KVPool | None,
-        chooser: Chooser,
         flex: bool,
     ) -> None:
         super().__init__()
         self.target, self.pool = target, pool
         self.drafter, self.draft_pool = drafter, draft_pool
-        self.chooser, self.flex = chooser, flex
+        self.flex = flex
 
-    def forward(self, requests: Requests, step: Step, chunk: Chunk) -> None:
-        paging = requests.paging(step.slot_N)._replace(context_N=chunk.start_N.int())
+    def forward(self, requests: Requests, chunk: Chunk) -> Tensor:
+        """Logits `[N, V]` after each lane's last row."""
+        # A tile sees what is before it, and so the chunk's earlier tiles: keys are written first.
+        paging = requests.paging(chunk.slot_X)._replace(context_N=chunk.start_X.int())
         tile = Tile(height=chunk.rows.row_NT.shape[1], flex=self.flex)
         hidden, taps = self.target(chunk.token_R, chunk.rows, paging, self.pool, tile)
         if self.drafter is not None and self.draft_pool is not None and taps is not None:
             self.drafter.write_context(
                 taps, chunk.rows.position_R, chunk.rows.slot_R, self.draft_pool
             )
+        return self.target.logits(hidden[chunk.last_N])
+
+
+class Prefill:
+    """Run a chunk; lanes whose prompt ends in it commit their first token, the first anchor."""
+
+    def __init__(self, prompt: Callable[..., Tensor], chooser: Chooser) -> None:
+        """`prompt`: a PromptPass, maybe compiled; it is the same for every way of choosing."""
+        self.prompt, self.chooser = prompt, chooser
+
+    def __call__(self, requests: Requests, step: Step, chunk: Chunk) -> None:
+        """`step`: the lanes; `chunk`: their rows."""
+        logits = self.prompt(requests, chunk)
         end_N = chunk.rows.position_R[chunk.last_N] + 1
         requests.context_S.index_put_((step.slot_N,), end_N.int())
         requests.live_S.index_put_((step.slot_N,), chunk.ends_N)
-        choice_N = self.choose(requests, step, self.target.logits(hidden[chunk.last_N]), end_N)
+        choice_N = self.choose(requests, step, logits, end_N)
         mark = self.chooser.penalty
         commit(requests, step, choice_N[:, None], chunk.last_N * 0, advance=False, mark=mark)
 

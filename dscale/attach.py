@@ -36,6 +36,7 @@ def attach(
     max_concurrency: int | None = None,
     pack_weights: bool = False,
     capture: bool | None = None,
+    compile_prefill: bool = False,
     prefix_cache: bool = True,
 ) -> Attachment:
     """Replace `model.generate` by DScale's, sharing the model's weights (no second copy).
@@ -58,6 +59,7 @@ def attach(
         max_concurrency=max_concurrency,
         pack_weights=pack_weights,
         capture=capture,
+        compile_prefill=compile_prefill,
         prefix_cache=prefix_cache,
     )
     if mode == "ar" and (drafter is not None or budget is not None):
@@ -75,6 +77,8 @@ def attach(
         check_packable(model.device, model.dtype)
     if capture and model.device.type == "cpu":
         raise ValueError("capture: expected None or False for a model on the CPU, got True")
+    if compile_prefill and (capture is False or model.device.type == "cpu"):
+        raise ValueError("compile_prefill: expected False where steps are not captured, got True")
     loaded = None if drafter is None else drafter_for(model, drafter, shape)
     scores = None
     if predictor is not None and loaded is not None:

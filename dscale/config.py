@@ -40,7 +40,9 @@ class EngineConfig:
     `max_concurrency`: requests that may run at once, None for 256; the others wait.
     `pack_weights`: on a CPU, keep a second copy of the projections in oneDNN's blocked layout, for
     faster passes of 2 to 16 rows. `capture`: compile the step and capture it in CUDA graphs; None
-    does so on a GPU. `prefix_cache`: requests whose prompts begin alike share whole pages of it.
+    does so on a GPU. `compile_prefill`: compile the pass over prompts too, which saves the host
+    launches and takes longer to start; only where steps are captured. `prefix_cache`: requests
+    whose prompts begin alike share whole pages of it.
 
     Raises ValueError naming the setting that is out of range.
     """
@@ -53,6 +55,7 @@ class EngineConfig:
     max_concurrency: int | None = None
     pack_weights: bool = False
     capture: bool | None = None
+    compile_prefill: bool = False
     prefix_cache: bool = True
 
     def __post_init__(self) -> None:
@@ -83,10 +86,9 @@ class EngineConfig:
             raise ValueError(
                 f"max_concurrency: expected None or a positive number{limit}, got {most!r}"
             )
-        if not isinstance(self.pack_weights, bool):
-            raise ValueError(f"pack_weights: expected True or False, got {self.pack_weights!r}")
-        if not isinstance(self.prefix_cache, bool):
-            raise ValueError(f"prefix_cache: expected True or False, got {self.prefix_cache!r}")
+        for name in ("pack_weights", "prefix_cache", "compile_prefill"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}: expected True or False, got {getattr(self, name)!r}")
         if self.capture not in (None, True, False):
             raise ValueError(f"capture: expected None, True or False, got {self.capture!r}")
 

@@ -6,8 +6,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import torch
-
 from dscale.choosers import chooser_of, narrowest
 from dscale.compiled.attention import VERIFY_TILE
 from dscale.compiled.drafter import Drafter
@@ -19,11 +17,12 @@ from dscale.compiled.target import Target
 from dscale.config import EngineConfig
 from dscale.decode import Decoding
 from dscale.host import HostStages, host_stages
+from dscale.placing import write_state
 from dscale.policy import AutoBudget, FixedBudget, Policy
-from dscale.prefill import make_chunk
+from dscale.prefill import idle_chunk, make_chunk
 from dscale.request import Request, not_finite
 from dscale.sizing import Sizes, allocate, memory_of, needed, roomy
-from dscale.stages import Stages, build_stages
+from dscale.stages import Stage, Stages, build_stages, prompt_stage
 from dscale.stats import Stats
 from dscale.timing import MeasuredCosts, bucket_kinds, buckets_to, capture_buckets, linear_costs
 from dscale.workspace import Workspace
@@ -54,6 +53,7 @@ class Core:
     _ready: set[Chooser] = field(default_factory=set)
     _warmed: set[Chooser] = field(default_factory=set)
     _host: HostStages | None = None
+    _prompt: Stage | None = None
 
     @property
     def rows(self) -> int:
@@ -95,16 +95,19 @@ class Core:
             stages: Stages = self._host_stages(requests)
         else:
             stages = self.stages(chooser_of(requests))
-        chunk = make_chunk(requests, lengths, self.workspace.device, self.flex)
-        step = self.workspace.assign([r.slot for r in requests])
-        stages.prefill(self.workspace.requests, step, chunk)
+        w = self.workspace
+        idle = w.max_requests if self.config.compile_prefill and len(requests) == 1 else None
+        chunk = make_chunk(requests, lengths, w.device, wide=self.flex, idle_slot=idle)
+        step = w.assign([r.slot for r in requests] + ([] if idle is None else [idle]))
+        stages.prefill(w.requests, step, chunk)
         self.stats.prompt_tokens += sum(lengths)
         for request, length in zip(requests, lengths, strict=True):
             request.prefilled += length
         if all(r.prefilled < len(r.prompt) for r in requests):
             return []
         ended = []
-        for request, row in zip(requests, step.result_NX.tolist(), strict=True):
+        results = step.result_NX[: len(requests)].tolist()
+        for request, row in zip(requests, results, strict=True):
             if request.prefilled < len(request.prompt):
                 continue
             request.error = not_finite(request) if row[FAILED] else request.error
@@ -136,8 +139,9 @@ class Core:
         assert self.workspace is not None
         if self._host is None:
             self._host = host_stages(
-                self.target, self.drafter, self.workspace, self.config, self.rows, self.flex
-            )
+                self.target, self.drafter, self.workspace, self.config, self.rows, self.flex,
+                self.prompt,
+            )  # fmt: skip
         self._host.lanes(live)
         return self._host
 
@@ -166,28 +170,15 @@ class Core:
         self.prepare(requests)
         if self.captured:
             self._capture(chooser, len(requests), alone=True)
+            w = self.make_room(requests)
+            self.prompt(w.requests, idle_chunk(w.max_requests, w.device))
 
     def place(self, requests: list[Request]) -> None:
         """Write the state of requests, which have slots and pages, to the device."""
         assert self.workspace is not None
         host = self.workspace.host_requests(len(requests))
         for row, request in enumerate(requests):
-            host.remaining_S[row] = request.max_new_tokens
-            host.seed_S[row] = request.seed
-            host.temperature_S[row] = request.temperature
-            host.top_k_S[row] = request.top_k
-            host.top_p_S[row] = request.top_p
-            host.min_p_S[row] = request.min_p
-            host.penalty_S[row] = request.repetition_penalty
-            if request.repetition_penalty != 1:
-                host.seen_SV[row, request.prompt + request.also_seen] = True
-            host.stop_SZ[row, : len(request.stop_ids)] = torch.tensor(
-                request.stop_ids, dtype=torch.int64
-            )
-            pages = torch.tensor(request.pages)
-            host.page_SL[row, : len(pages)] = pages.int()
-            host.logical_SP[row].fill_(-1)
-            host.logical_SP[row, pages] = torch.arange(len(pages), dtype=torch.int32)
+            write_state(host, row, request)
         self.workspace.clear([page for r in requests for page in r.pages[r.prefilled // PAGE :]])
         self.workspace.upload(host, [r.slot for r in requests])
 
@@ -241,7 +232,7 @@ class Core:
 
     def close(self) -> None:
         """Let the workspace go, and everything made for it."""
-        self.workspace = self._host = self.capacity = None
+        self.workspace = self._host = self._prompt = self.capacity = None
         for made in (self._stages, self._policies, self._costs, self._ready, self._warmed):
             made.clear()
 
@@ -262,8 +253,18 @@ class Core:
                 chooser,
                 flex=self.flex,
                 captured=self.captured,
+                prompt=self.prompt,
             )
         return self._stages[chooser]
+
+    @property
+    def prompt(self) -> Stage:
+        """The pass over prompts, for every way of choosing tokens."""
+        if self._prompt is None:
+            assert self.workspace is not None
+            how = {"flex": self.flex, "whole": self.config.compile_prefill}
+            self._prompt = prompt_stage(self.target, self.drafter, self.workspace, **how)
+        return self._prompt
 
     def _policy(self, chooser: Chooser, requests: int, *, alone: bool) -> Policy | None:
         """The budget policy, with the times of every bucket that so many requests may pass."""

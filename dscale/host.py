@@ -19,7 +19,7 @@ from dscale.compiled.target import Target
 from dscale.compiled.verify import Verify
 from dscale.config import EngineConfig
 from dscale.request import Request
-from dscale.stages import Stages, verify_tile
+from dscale.stages import Stage, Stages, verify_tile
 from dscale.workspace import Workspace
 
 
@@ -57,7 +57,7 @@ class HostPrefill(Prefill):
         """The guides' tokens, int64 `[N]`, 0 where the prompt goes on."""
         choice_N = torch.zeros(step.slot_N.shape[0], dtype=torch.int64)
         live, self.live = self.live, []
-        for lane, (request, end) in enumerate(zip(live, end_N.tolist(), strict=True)):
+        for lane, (request, end) in enumerate(zip(live, end_N[: len(live)].tolist(), strict=True)):
             if end < len(request.prompt):
                 continue
             chosen = walk(request, logits[lane : lane + 1], [])
@@ -112,14 +112,16 @@ def host_stages(
     config: EngineConfig,
     rows: int,
     flex: bool,
+    prompt: Stage,
 ) -> HostStages:
-    """The stages of guided requests: `rows` rows for each, in every mode."""
+    """The stages of guided requests: `rows` rows for each, in every mode. `prompt`: the pass over
+    prompts."""
     shared = (target, workspace.pool, drafter, workspace.draft_pool)
     decide = None
     if drafter is not None and workspace.draft_pool is not None and rows > 1:
         decide = Decide(target, drafter, workspace.draft_pool, rows=rows, flex=flex)
     return HostStages(
-        prefill=HostPrefill(*shared, GREEDY, flex),
+        prefill=HostPrefill(prompt, GREEDY),
         decide=decide,
         anchors=None,
         verify=HostVerify(*shared, rows, GREEDY, verify_tile(config, rows, flex)),

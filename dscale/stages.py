@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from dscale.compiled.attention import VERIFY_TILE, Tile
-from dscale.compiled.capture import capture
+from dscale.compiled.capture import capture, compiled
 from dscale.compiled.decide import Anchors, Decide
 from dscale.compiled.drafter import Drafter
 from dscale.compiled.predictor import Predictor
-from dscale.compiled.prefill import Prefill
+from dscale.compiled.prefill import Prefill, PromptPass
 from dscale.compiled.sampling import Chooser
 from dscale.compiled.target import Target
 from dscale.compiled.verify import Verify
@@ -54,8 +54,10 @@ def build_stages(
     *,
     flex: bool,
     captured: bool,
+    prompt: Stage | None = None,
 ) -> Stages:
-    """Make the stages; with `captured` each is compiled at its first call."""
+    """Make the stages; with `captured` each is compiled at its first call. `prompt`: see
+    `prompt_stage`; None makes one that is not compiled."""
     pool, draft_pool = workspace.pool, workspace.draft_pool
     shared = (target, pool, drafter, draft_pool)
     wrap: Callable[[Any], Stage] = capture if captured else _as_is
@@ -74,12 +76,21 @@ def build_stages(
             )
         )
     return Stages(
-        prefill=Prefill(*shared, chooser, flex),
+        prefill=Prefill(prompt or PromptPass(*shared, flex), chooser),
         decide=decide,
         anchors=wrap(Anchors()) if config.adaptive else None,
         verify=wrap(Verify(*shared, rows, chooser, verify_tile(config, rows, flex))),
         host_lengths=config.mode == "+budget",
     )
+
+
+def prompt_stage(
+    target: Target, drafter: Drafter | None, workspace: Workspace, *, flex: bool, whole: bool
+) -> Stage:
+    """The pass over prompts that all ways of choosing tokens share; with `whole` compiled at its
+    first call, else eager around the compiled attention."""
+    prompt = PromptPass(target, workspace.pool, drafter, workspace.draft_pool, flex)
+    return compiled(prompt) if whole else prompt
 
 
 def _as_is(stage: Stage) -> Stage:

@@ -154,7 +154,6 @@ def test_cancel_anywhere(
 ) -> None:
     monkeypatch.setattr(Core, "captured", property(lambda self: late))
     monkeypatch.setattr("dscale.stages.capture", lambda stage: stage)
-    monkeypatch.setattr("dscale.stages.compiled", lambda stage: stage)
     batcher = rounds("dflash")
     victim, others = request(300, 40), [request(n, 50) for n in (9, 3, 17, 9, 129)]
     batcher.add([*others[:2], victim, *others[2:]])

@@ -1,5 +1,7 @@
 """Compiled stages without a GPU: whole graphs, one compile for all batches, late results."""
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +17,7 @@ import dscale.core
 import dscale.stages
 import dscale.timing
 from dscale.compiled.capture import own_forward, own_trees
-from dscale.compiled.prefill import Prefill
+from dscale.compiled.prefill import PromptPass
 from dscale.core import Core
 from dscale.timing import Runner
 
@@ -42,15 +44,15 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     def milliseconds(self: Runner, lanes: int, rows: int | None) -> float:
         return 1.0 + 0.01 * (rows or 0)
 
-    def gathered(*arguments: Any) -> Prefill:
-        return Prefill(*arguments[:-1], flex=False)  # eager FlexAttention takes seconds
+    def gathered(*arguments: Any) -> PromptPass:
+        return PromptPass(*arguments[:-1], flex=False)  # eager FlexAttention takes seconds
 
     if not torch.cuda.is_available():
         # In a CUDA build of torch 2.11 this crashes on a thread of its own when there is no GPU.
         guard = "_ensureCUDADeviceGuardSet"
         monkeypatch.setattr(torch._C, guard, lambda: None, raising=False)
     monkeypatch.setattr(dscale.stages, "capture", trace)
-    monkeypatch.setattr(dscale.stages, "Prefill", gathered)
+    monkeypatch.setattr(dscale.stages, "PromptPass", gathered)
     monkeypatch.setattr(dscale.timing, "CAPTURE_RUNS", 1)
     monkeypatch.setattr(Runner, "milliseconds", milliseconds)
     monkeypatch.setattr(Core, "flex", property(lambda self: True))
@@ -188,3 +190,24 @@ def test_every_thread_has_cuda_graph_trees_of_its_own() -> None:
         thread.join()
     assert len(found) == 2
     assert found[0] is not found[1]
+
+
+def test_the_callers_thread_keeps_cuda_graph_trees() -> None:
+    """In a process of its own, because a module is loaded once."""
+    code = """
+import threading
+from dscale.compiled.capture import load_trees, own_trees
+load_trees()
+def run():
+    with own_trees():
+        pass
+thread = threading.Thread(target=run)
+thread.start()
+thread.join()
+from torch._inductor.cudagraph_trees import get_container
+get_container(0)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
