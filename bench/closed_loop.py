@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 import dscale
 from bench.aggregate import LOOP_KEYS
+from bench.attempts import Attempts
 from bench.client import closed_loop, figures
 from bench.loop_cells import GRIDS, MODES, Cell, all_cases, grid, shard
 from bench.result_files import ResultFile
@@ -38,7 +39,7 @@ Encode = Callable[[str], list[int]]
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class Pair:
     """A model that runs in an engine. `encode`: a user turn to prompt ids. `scores`: where those
     of the drafts come from."""
 
@@ -52,102 +53,120 @@ class Served:
 
 def main() -> None:
     args = parse()
-    cells = cells_of(args)
+    cells = args.cells = cells_of(args)
     base = environment(args.commit) | {"acceptance": "real", "source": "measured", "trace": None}
     workloads = {name: load_workload(name, args.prompts) for name in {c.set for c in cells}}
-    served = toy(args) if args.tiny else smollm2(args)
-    base |= {"model": served.model, "dtype": served.dtype, "prefix_cache": args.prefix_cache}
+    pair = toy(args) if args.tiny else smollm2(args)
+    base |= {"model": pair.model, "dtype": pair.dtype, "prefix_cache": args.prefix_cache}
+    base |= {"compile_prefill": args.compile_prefill}
     results = ResultFile(args.out / "closed_loop.json", LOOP_KEYS, base)
+    attempts = Attempts(args.seconds)
     try:
-        run(served, cells, workloads, results, again=args.again)
+        run(pair, cells, workloads, results, attempts, again=args.again)
     finally:
-        served.engine.close()
+        pair.engine.close()
+    attempts.end()
 
 
 def run(
-    served: Served,
+    pair: Pair,
     cells: Sequence[Cell],
     workloads: dict[str, Workload],
     results: ResultFile,
+    attempts: Attempts,
     *,
     again: bool = False,
 ) -> None:
-    """Measure the cells that `results` does not have yet, each mode compiled beforehand."""
+    """Measure the cells that `results` does not have yet, each mode compiled beforehand; those of
+    a mode that cannot be compiled are left out."""
     left = [cell for cell in cells if again or not known(results, cell)]
     print(f"{len(cells)} cells, {len(cells) - len(left)} of them measured already", flush=True)
     prompts = {
-        name: [served.encode(p) for p in (*w.warmup, *w.measured)] for name, w in workloads.items()
+        name: [pair.encode(p) for p in (*w.warmup, *w.measured)] for name, w in workloads.items()
     }
     if not left:
         return
     longest = max(len(p) for cell in left for p in prompts[cell.set])
-    warm_up(served, left, longest)
+    ready = warm_up(pair, left, longest, attempts)
     for cell in tqdm(left, desc="cells", mininterval=2):
-        row = measure(served, cell, prompts[cell.set])
-        results.put(row | {"prompts": workloads[cell.set].source})
-        tqdm.write(
-            f"{cell.set} c={cell.concurrency} T={cell.temperature:g} {cell.case}: "
-            f"{row['tokens_per_s']} tokens/s, {row['step_ms']} ms a step, "
-            f"{row['tokens_per_step']} tokens per step, {row['window_s']} s"
-        )
+        if (cell.case, cell.temperature) not in ready or not attempts.may_start():
+            continue
+        label = f"{cell.set} c={cell.concurrency} T={cell.temperature:g} {cell.case}"
+        with attempts.attempt(label):
+            row = measure(pair, cell, prompts[cell.set])
+            results.put(row | {"prompts": workloads[cell.set].source})
+            tqdm.write(
+                f"{label}: {row['tokens_per_s']} tokens/s, {row['step_ms']} ms a step, "
+                f"{row['tokens_per_step']} tokens per step, {row['window_s']} s"
+            )
 
 
 def known(results: ResultFile, cell: Cell) -> bool:
     """Whether a row of this cell is there, from the same commit and device."""
     wanted = results.base | cell.fields
     row = results.rows.get(tuple(wanted[key] for key in results.keys))
-    same = ("commit", "gpu", "warmup", "prefix_cache")
+    same = ("commit", "gpu", "warmup", "prefix_cache", "compile_prefill")
     return row is not None and all(row.get(key) == wanted[key] for key in same)
 
 
-def warm_up(served: Served, cells: Sequence[Cell], longest: int) -> None:
-    """Compile and capture every mode and temperature, and say how long each took."""
+def warm_up(
+    pair: Pair, cells: Sequence[Cell], longest: int, attempts: Attempts
+) -> set[tuple[str, float]]:
+    """Compile and capture every mode and temperature, and say how long each took; returns those
+    that run."""
     most, cap = max(c.concurrency for c in cells), max(c.output_cap for c in cells)
+    ids, ready = pair.encode("Why is the sky blue?"), set()
     for case, temperature in dict.fromkeys((c.case, c.temperature) for c in cells):
-        settings = {"temperature": temperature, "stop_ids": served.stop_ids}
-        room = [Request(prompt=[0] * longest, max_new_tokens=cap, **settings)] * most
-        took = served.engine.use(all_cases()[case], room)
-        began = time.perf_counter()
-        ids = served.encode("Why is the sky blue?")
-        first = [Request(prompt=ids, max_new_tokens=24, **settings) for _ in range(2 * most)]
-        closed_loop(served.engine.submit, first, most)
-        print(
-            f"{case}, temperature {temperature:g}: {took:.1f} s to compile and capture, "
-            f"{time.perf_counter() - began:.1f} s for the first requests",
-            flush=True,
-        )
+        settings: dict[str, Any] = {"temperature": temperature, "stop_ids": pair.stop_ids}
+        with attempts.attempt(f"{case}, temperature {temperature:g}"):
+            room = [Request(prompt=[0] * longest, max_new_tokens=cap, **settings)] * most
+            took = pair.engine.use(all_cases()[case], room)
+            began = time.perf_counter()
+            first = [Request(prompt=ids, max_new_tokens=24, **settings) for _ in range(2 * most)]
+            closed_loop(pair.engine.submit, first, most)
+            print(
+                f"{case}, temperature {temperature:g}: {took:.1f} s to compile and capture, "
+                f"{time.perf_counter() - began:.1f} s for the first requests",
+                flush=True,
+            )
+            ready.add((case, temperature))
+    return ready
 
 
-def measure(served: Served, cell: Cell, prompts: Sequence[list[int]]) -> dict[str, Any]:
+def measure(pair: Pair, cell: Cell, prompts: Sequence[list[int]]) -> dict[str, Any]:
     """One cell's row: its warm-up requests, then the measured ones."""
-    case, engine = all_cases()[cell.case], served.engine
+    case, engine = all_cases()[cell.case], pair.engine
     requests = [
         Request(
             prompt=ids,
             max_new_tokens=cell.output_cap,
-            stop_ids=served.stop_ids,
+            stop_ids=pair.stop_ids,
             temperature=cell.temperature,
             seed=1000 * cell.repetition + at,
         )
         for at, ids in enumerate(prompts)
     ]
     warmup, measured = requests[: cell.warmup], requests[WARM_UP : WARM_UP + cell.requests]
-    engine.use(case, [])
+    engine.use(case)
     closed_loop(engine.submit, warmup, cell.concurrency)
     engine.forget()
-    found = figures(
-        closed_loop(engine.submit, measured, cell.concurrency), engine.stats, cell.output_cap
-    )
-    return cell.fields | {"predictor": served.scores if case.config.adaptive else None} | found
+    served = closed_loop(engine.submit, measured, cell.concurrency)
+    found = figures(served, engine.stats, engine.batcher.intervals, cell.output_cap)
+    return cell.fields | {"predictor": pair.scores if case.config.adaptive else None} | found
 
 
 def settings_of(args: argparse.Namespace) -> EngineConfig:
     """The engine's settings, mode and budget aside."""
-    most = max(cell.concurrency for cell in cells_of(args))
-    return EngineConfig(mode="dflash", max_concurrency=most, prefix_cache=args.prefix_cache)
+    most = max(cell.concurrency for cell in args.cells)
+    return EngineConfig(
+        mode="dflash",
+        max_concurrency=most,
+        prefix_cache=args.prefix_cache,
+        compile_prefill=args.compile_prefill,
+    )
 
 
-def smollm2(args: argparse.Namespace) -> Served:
+def smollm2(args: argparse.Namespace) -> Pair:
     """The shipped pair, or the drafter and predictor of the command line."""
     dtype = getattr(torch, args.dtype)
     model, tokenizer = dscale.demo.load(dtype=dtype)
@@ -177,10 +196,10 @@ def smollm2(args: argparse.Namespace) -> Served:
 
     stop = model.generation_config.eos_token_id
     stops = tuple(stop) if isinstance(stop, list) else (stop,)
-    return Served("SmolLM2-135M-Instruct", args.dtype, engine, encode, stops, scores)
+    return Pair("SmolLM2-135M-Instruct", args.dtype, engine, encode, stops, scores)
 
 
-def toy(args: argparse.Namespace) -> Served:
+def toy(args: argparse.Namespace) -> Pair:
     """Random models of toy size on the CPU; a prompt's ids are its characters."""
     models = build(SHAPES["tiny"], torch.device("cpu"), torch.float32)
     engine = SwitchedEngine(models.target, models.drafter, models.predictor, settings_of(args))
@@ -188,7 +207,7 @@ def toy(args: argparse.Namespace) -> Served:
     def encode(prompt: str) -> list[int]:
         return [ord(letter) % 200 for letter in prompt[:40]]
 
-    return Served(models.shape.name, "float32", engine, encode, (), "random")
+    return Pair(models.shape.name, "float32", engine, encode, (), "random")
 
 
 def cells_of(args: argparse.Namespace) -> list[Cell]:
@@ -230,7 +249,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--predictor", type=Path, help="default: the one shipped, if any")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--prefix-cache", action="store_true", help="prompts come twice each")
+    parser.add_argument("--compile-prefill", action="store_true", help="EngineConfig says what")
     parser.add_argument("--again", action="store_true", help="measure known cells anew")
+    parser.add_argument("--seconds", type=float, default=1e9, help="start no cell after this")
     parser.add_argument("--tiny", action="store_true", help="toy models, on a CPU")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--commit")

@@ -11,15 +11,19 @@ from __future__ import annotations
 
 import argparse
 import functools
+import gc
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
+from bench import recorded
 from bench.aggregate import LOOP_FIELDS, LOOP_KEYS, Row, read_rows
+from bench.attempts import Attempts
 from bench.client import closed_loop, figures
 from bench.loop_cells import CONCURRENCIES, Cell, all_cases, grid
 from bench.replay import Replay
@@ -41,6 +45,7 @@ REPLAYED = ("ar", "dflash", "+tiles", "dscale-half", "dscale-auto")
 
 cached_times = functools.cache(read_times)
 
+RECORDED = "recorded"
 CHAT = ((60, 250), (64, 512))
 AGREE = 0.03
 
@@ -48,13 +53,16 @@ AGREE = 0.03
 def main() -> None:
     args = parse()
     args.out.mkdir(parents=True, exist_ok=True)
+    attempts = Attempts(args.seconds)
     for name in args.models:
         if "loops" in args.parts:
             with torch.no_grad():
-                loops(name, args)
+                loops(name, args, attempts)
+            gc.collect()
             torch._dynamo.reset()
         if "replay" in args.parts:
             replay_all(SHAPES[name].name, args)
+    attempts.end()
 
 
 def lengths(name: str, requests: int, seed: int = 0) -> list[tuple[int, int]]:
@@ -71,6 +79,13 @@ def lengths(name: str, requests: int, seed: int = 0) -> list[tuple[int, int]]:
     return [(int(prompt), int(new))] * requests
 
 
+def draws(args: argparse.Namespace, trace: str, seed: int) -> tuple[Tensor, Tensor]:
+    """Scores and accepted counts of a trace: drawn, or of the recorded file."""
+    if trace == RECORDED:
+        return recorded.load(args.recorded, TRACE_STEPS, args.slots + 1, seed)
+    return draw(SETTINGS[trace], TRACE_STEPS, args.slots + 1, seed)
+
+
 def requests_of(cell: Cell, vocab: int) -> list[Request]:
     """Warm-up and measured requests of a cell, random ids for prompts."""
     random = np.random.default_rng(cell.repetition)
@@ -84,8 +99,9 @@ def requests_of(cell: Cell, vocab: int) -> list[Request]:
 
 def cells_of(args: argparse.Namespace, trace: str) -> list[Cell]:
     """Cells of a trace: few requests each, as many rounds of all workers at any concurrency."""
-    cases = [case for case in args.modes if case in (ABLATION if trace == "paper" else HEADLINE)]
-    at = [c for c in args.concurrency if trace == "six" or c > 1]
+    wanted = {"paper": ABLATION, "six": HEADLINE}.get(trace, REPLAYED)
+    cases = [case for case in args.modes if case in wanted]
+    at = [c for c in args.concurrency if trace != "paper" or c > 1]
     cap = max(new for _, new in lengths(args.set, 1000))
     return [
         Cell(args.set, c, 0.0, case, repetition, waves * c, c, cap)
@@ -96,59 +112,73 @@ def cells_of(args: argparse.Namespace, trace: str) -> list[Cell]:
     ]
 
 
-def loops(name: str, args: argparse.Namespace) -> None:
+def loops(name: str, args: argparse.Namespace, attempts: Attempts) -> None:
     """Measure all cells of a model, and the times that a replay needs."""
     shape, most = SHAPES[name], max(args.concurrency)
     base = environment(args.commit) | {"model": shape.name, "dtype": args.dtype}
     looped = {"acceptance": "simulated", "source": "measured", "prefix_cache": False}
+    looped |= {"compile_prefill": args.compile_prefill}
     results = ResultFile(args.out / "closed_loop.json", LOOP_KEYS, base | looped)
     times = (
         ResultFile(args.out / "bucket_times.json", STEP_KEYS, base),
         ResultFile(args.out / "prefill.json", PREFILL_KEYS, base),
     )
     models = build(shape, args.device, getattr(torch, args.dtype))
-    slots = EngineConfig(max_concurrency=most, prefix_cache=False)
-    trace = Trace(*draw(SETTINGS[args.traces[0]], TRACE_STEPS, args.slots + 1), args.device)
+    slots = EngineConfig(
+        max_concurrency=most, prefix_cache=False, compile_prefill=args.compile_prefill
+    )
+    trace = Trace(*draws(args, args.traces[0], 0), args.device)
     engine = SwitchedEngine(models.target, models.drafter, models.predictor, slots, trace)
     try:
-        warm_up(engine, args, times)
+        ready = warm_up(engine, args, times, attempts)
         for label in args.traces:
             for cell in tqdm(cells_of(args, label), desc=f"{name}, {label}", mininterval=2):
-                row = measure(engine, cell, label, shape.vocab)
-                results.put(row | {"trace": label})
-                say(row)
+                if cell.case not in ready or not attempts.may_start():
+                    continue
+                with attempts.attempt(f"{label} c={cell.concurrency} {cell.case}"):
+                    drawn = draws(args, label, cell.repetition)
+                    row = measure(engine, cell, drawn, shape.vocab)
+                    results.put(row | {"trace": label})
+                    say(row)
     finally:
         engine.close()
 
 
 def warm_up(
-    engine: SwitchedEngine, args: argparse.Namespace, times: tuple[ResultFile, ResultFile]
-) -> None:
-    """Compile and capture every mode, then keep its times."""
-    longest = lengths(args.set, 1000)
+    engine: SwitchedEngine,
+    args: argparse.Namespace,
+    times: tuple[ResultFile, ResultFile],
+    attempts: Attempts,
+) -> set[str]:
+    """Compile and capture every mode and keep its times; returns the modes that run."""
+    longest, ready = lengths(args.set, 1000), set()
     prompt, new = (max(pair[i] for pair in longest) for i in (0, 1))
     room = [Request(prompt=[0] * prompt, max_new_tokens=new)] * max(args.concurrency)
     for name in args.modes:
         case, began = all_cases()[name], time.perf_counter()
-        took = engine.use(case, room)
-        if name in REPLAYED:
-            write_times(engine, case, *times, min(prompt, 128))
-        seconds = time.perf_counter() - began
-        print(f"{name}: {took:.1f} s to compile and capture, {seconds:.1f} s in all", flush=True)
+        with attempts.attempt(name):
+            took = engine.use(case, room)
+            if name in REPLAYED:
+                write_times(engine, case, *times, min(prompt, 128))
+            seconds = time.perf_counter() - began
+            print(
+                f"{name}: {took:.1f} s to compile and capture, {seconds:.1f} s in all", flush=True
+            )
+            ready.add(name)
+    return ready
 
 
-def measure(engine: SwitchedEngine, cell: Cell, trace: str, vocab: int) -> Row:
-    """One closed loop on the device."""
+def measure(engine: SwitchedEngine, cell: Cell, drawn: tuple[Tensor, Tensor], vocab: int) -> Row:
+    """One closed loop on the device, over scores and accepted counts of a trace."""
     case = all_cases()[cell.case]
     requests = requests_of(cell, vocab)
-    engine.use(case, [])
+    engine.use(case)
     closed_loop(engine.submit, requests[: cell.warmup], cell.concurrency)
     assert engine.core.trace is not None
-    slots = engine.core.trace.accepted_TS.shape[1]
-    engine.core.trace.load(*draw(SETTINGS[trace], TRACE_STEPS, slots, cell.repetition))
+    engine.core.trace.load(*drawn)
     engine.forget()
     served = closed_loop(engine.submit, requests[cell.warmup :], cell.concurrency)
-    return row_of(cell) | figures(served, engine.stats, cell.output_cap)
+    return row_of(cell) | figures(served, engine.stats, engine.batcher.intervals, cell.output_cap)
 
 
 def row_of(cell: Cell) -> Row:
@@ -188,9 +218,9 @@ def replay(model: str, cell: Cell, trace: str, args: argparse.Namespace) -> Row:
     """One closed loop, replayed."""
     case = all_cases()[cell.case]
     times, origin = cached_times(args.out, model, case)
-    draws = draw(SETTINGS[trace], TRACE_STEPS, args.slots + 1, cell.repetition)
+    drawn = draws(args, trace, cell.repetition)
     late = not origin["gpu"].startswith("none")
-    loop = Replay(case, times, *draws, late=late, padded=late)
+    loop = Replay(case, times, *drawn, late=late, padded=late)
     served = loop.run(requests_of(cell, 2)[cell.warmup :], cell.concurrency)
     kept = ("gpu", "torch", "triton", "transformers", "commit", "date", "dtype")
     return (
@@ -198,7 +228,7 @@ def replay(model: str, cell: Cell, trace: str, args: argparse.Namespace) -> Row:
         | {"model": model, "acceptance": "simulated", "source": "replayed", "trace": trace}
         | row_of(cell)
         | {"prefix_cache": False}
-        | figures(served, loop.stats, cell.output_cap)
+        | figures(served, loop.stats, loop.intervals, cell.output_cap)
     )
 
 
@@ -234,6 +264,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", choices=list(SHAPES), default=["8b"])
     parser.add_argument("--parts", nargs="+", choices=("loops", "replay"), default=["loops"])
     parser.add_argument("--traces", nargs="+", choices=list(SETTINGS), default=list(SETTINGS))
+    parser.add_argument("--recorded", type=Path, help="a trace of bench.recorded, in their place")
     parser.add_argument("--set", default="prompt128-new256", help="or promptP-newN, or chat")
     parser.add_argument("--concurrency", nargs="+", type=int, default=[1, 8, 16, 32])
     every = sorted({*HEADLINE, *ABLATION}, key=list(all_cases()).index)
@@ -243,6 +274,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--sweep", nargs="+", type=int, default=list(CONCURRENCIES))
     parser.add_argument("--replays", type=int, default=5, help="repetitions of the sweep")
     parser.add_argument("--replayed-requests", type=int, default=512)
+    parser.add_argument("--compile-prefill", action="store_true", help="EngineConfig says what")
+    parser.add_argument("--seconds", type=float, default=1e9, help="start no loop after this")
     parser.add_argument("--tiny", action="store_true", help="toy size, on a CPU")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--commit")
@@ -255,6 +288,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("loops need a CUDA device; --tiny runs everything at toy size on a CPU")
     args.device = torch.device("cpu" if args.tiny else "cuda:0")
     args.dtype = "float32" if args.tiny else "bfloat16"
+    args.traces = args.traces if args.recorded is None else [RECORDED]
     # Loops and replays draw alike only for as many slots.
     args.slots = bucket_of(max(32, *args.concurrency, *args.sweep))
     return args

@@ -15,9 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bench.client import Served
+from bench.client import Intervals, Served
 from bench.step_cases import Case
-from dscale.compiled.attention import VERIFY_TILE
+from dscale.batcher import FILL_ROWS
+from dscale.compiled.attention import PREFILL_TILE, VERIFY_TILE
 from dscale.kernels import ops
 from dscale.policy import AutoBudget, Choice, Cost, Costs, FixedBudget, Policy
 from dscale.request import Request
@@ -54,11 +55,7 @@ class Times:
 
     def of_prefill(self, tokens: int) -> tuple[float, float]:
         """(round, GPU) time of a prefill of so many tokens."""
-        whole, alone = (
-            float(np.interp(tokens, *zip(*table, strict=True)))
-            for table in (self.prefill, self.prefill_gpu)
-        )
-        return whole, alone
+        return _interpolated(tokens, self.prefill), _interpolated(tokens, self.prefill_gpu)
 
 
 @dataclass(slots=True)
@@ -87,6 +84,7 @@ class Replay:
     padded: bool = True
     policy: Policy | None = None
     stats: Stats = field(default_factory=Stats)
+    intervals: Intervals = field(default_factory=Intervals)
     host: float = 0.0
     gpu: float = 0.0
     _at_S: list[int] = field(default_factory=list)
@@ -96,6 +94,7 @@ class Replay:
     _filling: list[Request] = field(default_factory=list)
     _live: list[Request] = field(default_factory=list)
     _pending: Under | None = None
+    _ended: float | None = None
 
     def __post_init__(self) -> None:
         slots = self.accepted_TS.shape[1] - 1
@@ -127,18 +126,25 @@ class Replay:
             self._filling.append(request)
         began = self.host
         ended = self._fill()
-        filled = self.host
+        if self.host != began:
+            self._ended = None
+        self.stats.prefill_seconds += (self.host - began) / 1e3
+        steps, tokens = self.stats.steps, self.stats.tokens
         ended += self._decode()
-        self.stats.prefill_seconds += (filled - began) / 1e3
-        self.stats.decode_seconds += (self.host - filled) / 1e3
+        advanced = self.stats.steps - steps
+        if self._ended is not None and advanced:
+            self.intervals.add(self.stats.tokens - tokens, (self.host - self._ended) / 1e3)
+        self._ended = self.host if advanced else None
         return ended
 
     def _fill(self) -> list[Request]:
         left = self.chunk if self._live else self.chunk * len(self._filling)
         lengths: dict[Request, int] = {}
+        height = 0
         for request in self._filling:
             length = min(self.chunk, left, len(request.prompt) - request.prefilled)
-            if length < 1:
+            height = max(height, -(-length // PREFILL_TILE) * PREFILL_TILE)
+            if length < 1 or (lengths and height * (1 + len(lengths)) > FILL_ROWS):
                 break
             lengths[request] = length
             left -= length
@@ -256,3 +262,8 @@ def policy_of(case: Case, costs: Costs) -> Policy:
 
 def _slot(request: Request) -> int:
     return request.slot
+
+
+def _interpolated(at: int, table: Sequence[tuple[int, float]]) -> float:
+    x, y = ([pair[i] for pair in table] for i in (0, 1))
+    return float(np.interp(at, x, y))

@@ -16,8 +16,9 @@ from bench.replay import Times
 from bench.result_files import ResultFile
 from bench.step_cases import Case
 from bench.switched import SwitchedEngine
-from dscale.batcher import Batcher
+from dscale.batcher import FILL_ROWS, Batcher
 from dscale.choosers import GREEDY
+from dscale.compiled.attention import PREFILL_TILE
 from dscale.config import EngineConfig
 from dscale.policy import Cost
 from dscale.request import Request
@@ -81,8 +82,9 @@ def _launch(runner: Runner, lanes: int, rows: int | None) -> float:
 
 
 def prefill_rows(engine: SwitchedEngine, counts: Iterable[int], length: int) -> list[Row]:
-    """Prefills of so many prompts at once with nothing else running: the whole round, and on a GPU
-    its share behind other work (elsewhere the same)."""
+    """Prefills of so many prompts at once with nothing else running: the whole round (or several,
+    where one pass does not take them all), and on a GPU its share behind other work (elsewhere the
+    same)."""
     rows: list[Row] = []
 
     def run(batcher: Batcher) -> None:
@@ -114,7 +116,8 @@ def _round(batcher: Batcher, count: int, length: int) -> float:
     batcher.add([Request(prompt=ids, max_new_tokens=1) for ids in prompts])
     _wait()
     began = time.perf_counter()
-    batcher.round()
+    while batcher.busy:
+        batcher.round()
     _wait()
     return 1e3 * (time.perf_counter() - began)
 
@@ -125,11 +128,13 @@ def _behind(batcher: Batcher, count: int, length: int) -> float:
     prompts = torch.randint(vocab, (count, length)).tolist()
     batcher.add([Request(prompt=ids, max_new_tokens=1) for ids in prompts])
     event: Any = torch.cuda.Event
+    sleep: Any = torch.cuda._sleep
     first, last = event(enable_timing=True), event(enable_timing=True)
     _wait()
-    torch.cuda._sleep(SLEEP)
+    sleep(SLEEP)
     first.record()
-    batcher.round()
+    while batcher.busy:
+        batcher.round()
     last.record()
     _wait()
     return float(first.elapsed_time(last))
@@ -147,7 +152,8 @@ def write_times(
     stay."""
     for row in step_rows(engine, case):
         steps.put(row)
-    most = engine.settings.max_concurrency or 32
+    together = FILL_ROWS // (-(-length // PREFILL_TILE) * PREFILL_TILE)  # in one pass
+    most = min(engine.settings.max_concurrency or together, together)
     for row in prefill_rows(engine, [n for n in (1, 2, 4, 8, 16, 32) if n <= most], length):
         prefills.put(row)
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from bench.client import Intervals
 from bench.simulated import Trace, simulate
 from bench.step_cases import Case
 from dscale.batcher import Batcher
@@ -22,7 +23,7 @@ from dscale.config import EngineConfig
 from dscale.core import Core
 from dscale.policy import Policy
 from dscale.request import Request
-from dscale.stages import Stages, build_stages
+from dscale.stages import Stage, Stages, build_stages, prompt_stage
 from dscale.stats import Stats
 from dscale.timing import MeasuredCosts
 from dscale.worker import Command, Worker
@@ -76,7 +77,7 @@ class SharedCore(Core):
         assert self.workspace is not None
         raw = build_stages(
             self.target, self.drafter, self.predictor, self.workspace, self.config, chooser,
-            flex=self.flex, captured=False,
+            flex=self.flex, captured=False, prompt=self.prompt,
         )  # fmt: skip
         verify: Any = raw.verify
         if self.per_head:
@@ -90,6 +91,22 @@ class SharedCore(Core):
             verify=self._made(key, verify),
         )
         self._stages[chooser] = made
+        return made
+
+    @property
+    def warmed(self) -> bool:
+        """Whether the mode has been compiled and nothing of it lost since."""
+        return bool(self._warmed)
+
+    @property
+    def prompt(self) -> Stage:
+        """The pass over prompts: one of the modes with a drafter, another without."""
+        assert self.workspace is not None
+        key = ("prompt", self.drafter is None)
+        if key not in self._shared:
+            how = {"flex": self.flex, "whole": self.config.compile_prefill}
+            self._shared[key] = prompt_stage(self.target, self.drafter, self.workspace, **how)
+        made: Stage = self._shared[key]
         return made
 
     def times(self, chooser: Chooser) -> MeasuredCosts:
@@ -119,6 +136,29 @@ class SharedCore(Core):
         return self._shared[key]
 
 
+@dataclass(slots=True)
+class TimedBatcher(Batcher):
+    """A batcher that notes its step intervals."""
+
+    intervals: Intervals = field(default_factory=Intervals)
+    _ended: float | None = None
+
+    def _fill(self) -> None:
+        before = self.core.stats.prompt_tokens
+        Batcher._fill(self)
+        if self.core.stats.prompt_tokens != before:
+            self._ended = None
+
+    def _decode(self) -> None:
+        stats = self.core.stats
+        steps, tokens = stats.steps, stats.tokens
+        Batcher._decode(self)
+        ended, advanced = time.perf_counter(), stats.steps - steps
+        if self._ended is not None and advanced:
+            self.intervals.add(stats.tokens - tokens, ended - self._ended)
+        self._ended = ended if advanced else None
+
+
 class SwitchedEngine:
     """A batcher on its thread over a SharedCore. The first `use` makes room for its requests, and
     later ones must not need more: everything would be compiled anew."""
@@ -136,26 +176,29 @@ class SwitchedEngine:
         self.core = SharedCore(
             target, drafter, predictor, settings, self.stats, trace=trace, all_modes=drafter
         )
-        self.batcher = Batcher(self.core)
+        self.batcher = TimedBatcher(self.core)
         self._worker = Worker(self.batcher)
+        self._rooms: dict[Case, list[list[Request]]] = {}
 
-    def use(self, case: Case, requests: Sequence[Request]) -> float:
+    def use(self, case: Case, requests: Sequence[Request] = ()) -> float:
         """Turn to a mode; compile and capture what requests like these, all at once, may need and
-        is missing (nothing without any). Returns the seconds it took. Raises ValueError where they
-        need a larger workspace than the first ones."""
-        began = time.perf_counter()
+        is missing (without any: what a failure has taken). Returns the seconds it took. Raises
+        ValueError where they need a larger workspace than the first ones."""
+        began, rooms = time.perf_counter(), self._rooms.setdefault(case, [])
 
         def run(batcher: Batcher) -> None:
             _drain(batcher)
-            core, wanted = self.core, list(requests)
+            core = self.core
             core.use(case, self.settings)
-            if not wanted:
-                return
-            if core.workspace is not None and not core.workspace.fits(**core.sizes(wanted)):
-                raise ValueError("requests: expected no larger ones than at the first use")
-            batcher.warm_up(wanted)
+            missing = [list(requests)] if requests else ([] if core.warmed else rooms)
+            for wanted in missing:
+                if core.workspace is not None and not core.workspace.fits(**core.sizes(wanted)):
+                    raise ValueError("requests: expected no larger ones than at the first use")
+                batcher.warm_up(wanted)
 
         self.ask(run)
+        if requests:
+            rooms.append(list(requests))
         return time.perf_counter() - began
 
     def submit(self, requests: list[Request]) -> None:
@@ -174,6 +217,7 @@ class SwitchedEngine:
         def run(batcher: Batcher) -> None:
             _drain(batcher)
             self.stats.reset()
+            self.batcher.intervals = Intervals()
             if rewind and self.core.trace is not None:
                 self.core.trace.rewind()
 

@@ -46,7 +46,7 @@ def test_prefill(
     pytestconfig: pytest.Config,
     prompts: int,
 ) -> None:
-    """A round that prefills prompts which end with their first token."""
+    """Prefill of prompts that end with their first token."""
     engine.use(CASES["dflash"], ROOM)
     ids = torch.randint(SHAPE.vocab, (prompts, PROMPT)).tolist()
     sent: list[Request] = []
@@ -54,7 +54,8 @@ def test_prefill(
     def run(batcher: Batcher) -> None:
         sent[:] = [Request(prompt=p, max_new_tokens=1) for p in ids]
         batcher.add(sent)
-        batcher.round()
+        while batcher.busy:
+            batcher.round()
 
     timed(lambda: engine.ask(run), prompts=prompts, tokens=prompts * PROMPT)
     assert [len(r.tokens) for r in sent] == [1] * prompts
@@ -76,8 +77,9 @@ def test_closed_loop(
     """Two requests of each worker, simulated acceptance."""
     engine.use(CASES[name], ROOM)
     cell = Cell(SET, concurrency, 0.0, name, 0, 2 * concurrency, concurrency, NEW)
+    drawn = draw(SETTINGS["paper"], 1024, MOST + 1)
     rows: list[dict[str, Any]] = []
-    timed(lambda: rows.append(measure(engine, cell, "paper", SHAPE.vocab)), 1)
+    timed(lambda: rows.append(measure(engine, cell, drawn, SHAPE.vocab)), 1)
     row = rows[-1]
     assert row["output_tokens"] == 2 * concurrency * NEW
     assert row["tokens_per_s"] > 0

@@ -70,16 +70,21 @@ def test_modes_share_stages_and_say_the_same() -> None:
             engine.forget()
             texts.append([r.tokens for r in sent])
         made = set(engine.core._shared)
+        engine.ask(lambda batcher: batcher.fail(ArithmeticError("broke")))
+        assert engine.core.workspace is None
+        engine.use(CASES["dflash"])  # what the failure took is made again, for this mode
+        assert engine.core.workspace is not None
+        assert len(engine.core._shared) == 3  # prompt, decide, verify
         with pytest.raises(ValueError, match="requests: expected no larger ones"):
             engine.use(CASES["ar"], [Request(prompt=[0] * 40_000, max_new_tokens=40)] * 3)
     finally:
         engine.close()
     assert all(text == texts[0] for text in texts)
     assert [len(t) for t in texts[0]] == [r.max_new_tokens for r in requests()]
-    # Two decides (with and without scores), one Anchors, and verify for: one row, the control's
-    # tile, 16 rows of every request, packed rows.
+    # Two decides (with and without scores), one Anchors, two prompt passes (with and without
+    # drafter), and verify for: one row, the control's tile, 16 rows of each, packed rows.
     assert sorted(str(key[0]) if isinstance(key, tuple) else str(key) for key in made) == [
-        "False", "False", "False", "True", "anchors", "decide", "decide",
+        "False", "False", "False", "True", "anchors", "decide", "decide", "prompt", "prompt",
     ]  # fmt: skip
 
 
@@ -118,7 +123,7 @@ def test_the_replay_takes_the_engine_s_steps(
         engine.use(case, ROOM)
         sent = requests()
         closed_loop(engine.submit, sent, WORKERS)
-        stats = engine.stats
+        stats, intervals = engine.stats, engine.batcher.intervals
     finally:
         engine.close()
     loop = Replay(case, flat_times(costs), *draws, late=late, padded=False)
@@ -127,7 +132,10 @@ def test_the_replay_takes_the_engine_s_steps(
     assert [r.progress for r in replayed] == [r.progress for r in sent]
     counters = ("steps", "passes", "tokens", "drafted", "accepted")
     assert [getattr(loop.stats, c) for c in counters] == [getattr(stats, c) for c in counters]
-    row = figures(served, loop.stats, 24)
+    assert (loop.intervals.steps, loop.intervals.tokens) == (intervals.steps, intervals.tokens)
+    assert 0 < intervals.steps < stats.steps  # some had a prefill before them
+    row = figures(served, loop.stats, loop.intervals, 24)
+    assert 1.0 < row["step_ms"] < 3.0
     assert row["steps"] * 1.0 < 1e3 * row["window_s"] < row["steps"] * 3.0
     if late:
         assert loop.gpu > 0
@@ -224,3 +232,27 @@ def test_simulated_requests() -> None:
         assert simulated.name_of(case.fields) == name
     with pytest.raises(ValueError, match="row: expected a known mode"):
         simulated.name_of({"mode": "medusa", "budget": None, "tile": "none"})
+
+
+def test_what_fails_does_not_take_the_others_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--tiny", "--sets", "gsm8k", "--concurrency", "2", "--modes", "ar", "+tiles"]
+    arguments += ["--repetitions", "1", "--out", str(tmp_path)]
+    assert real.cells_of(real.parse(arguments))[0].case == "ar"
+    whole = real.measure
+
+    def measure(pair: Any, cell: Cell, prompts: Any) -> Any:
+        if cell.case == "ar":
+            raise ArithmeticError("not today")
+        return whole(pair, cell, prompts)
+
+    monkeypatch.setattr(real, "measure", measure)
+    with pytest.raises(SystemExit, match=r"failed: .'gsm8k c=2 T=0 ar'"):
+        run_real(arguments)
+    assert "not today" in capsys.readouterr().err
+    assert [row["mode"] for row in json.loads((tmp_path / "closed_loop.json").read_text())] == [
+        "+tiles"
+    ]
+    run_real([*arguments, "--seconds", "0"])
+    assert "time is up: 1 not measured" in capsys.readouterr().out
