@@ -12,9 +12,8 @@ from torch import Tensor
 
 from dscale.compiled.attention import VERIFY_TILE
 from dscale.compiled.capture import begin_step
-from dscale.compiled.flow import COUNT, FAILED, LENGTH, LIVE, SCORES, TOKENS, Packed, Step
-from dscale.compiled.kv import PAGE
-from dscale.kernels import reference_rows
+from dscale.compiled.flow import COUNT, FAILED, LENGTH, LIVE, SCORES, TOKENS, Step
+from dscale.host_pack import pack_on_host
 from dscale.policy import Choice, Floats, Policy
 from dscale.request import Request, not_finite
 from dscale.stages import Stages
@@ -101,26 +100,10 @@ class Decoding:
         packed = workspace.packed(lanes, lanes * VERIFY_TILE)
         if self.stages.host_lengths and choice.draft:
             decide(workspace.requests, step)
-            self._pack_on_host(step, packed)
+            pack_on_host(workspace.requests, step, packed)
         else:
             decide(workspace.requests, step, packed)
         self.stages.verify(workspace.requests, step, workspace.packed(lanes, choice.rows))
-
-    def _pack_on_host(self, step: Step, packed: Packed) -> None:
-        """Read the lengths back and build the rows here: what mode "dscale" does on the device."""
-        requests, slot_N = self.workspace.requests, step.slot_N
-        offset_N, *columns = reference_rows.pack_rows(
-            step.length_N.cpu(),
-            step.candidate_NC.cpu(),
-            requests.anchor_S[slot_N].cpu(),
-            requests.context_S[slot_N].cpu(),
-            requests.page_SL[slot_N].cpu(),
-            packed.token_M.shape[0],
-            PAGE,
-        )
-        step.offset_N.copy_(offset_N)
-        for buffer, column in zip(packed, columns, strict=True):
-            buffer.copy_(column)
 
     def _collect(self, live: list[Request], choice: Choice | None, step: Step) -> Launch:
         """Send the results to the host, waiting only when they are read at once anyway."""
