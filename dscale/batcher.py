@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import islice
+from weakref import ref
 
 import torch
 
@@ -120,20 +123,29 @@ class Batcher:
         """See `Engine.warm_up`."""
         if self.busy:
             raise ValueError("warm_up: expected no request to be running")
-        before, self.core.serving = self.core.workspace, True
+        self.core.serving, self._decoding = True, None
+        with self._resetting():
+            try:
+                self.core.warm_up(requests)
+            except torch.OutOfMemoryError as error:
+                workspace = self.core.workspace
+                self.core.close()
+                raise explained(error, 0 if workspace is None else workspace.num_pages) from error
+
+    @contextmanager
+    def _resetting(self) -> Iterator[None]:
+        """Begin anew where the workspace becomes another one. Nothing here keeps the old one, so
+        that its memory is free for it."""
+        before = None if self.core.workspace is None else ref(self.core.workspace)
         try:
-            self.core.warm_up(requests)
-        except torch.OutOfMemoryError as error:
-            workspace = self.core.workspace
-            self.core.close()
-            raise explained(error, 0 if workspace is None else workspace.num_pages) from error
+            yield
         finally:
-            if self.core.workspace is not before:
+            if before is None or before() is None or before() is not self.core.workspace:
                 self._reset()
 
     def _admit(self) -> None:
         if not self._placed:
-            self._draining = False
+            self._draining, self._decoding = False, None  # which would keep an old workspace
             self.pages.idle()
             self._grow()
         else:
@@ -172,22 +184,20 @@ class Batcher:
     def _grow(self) -> None:
         """Make room for as many waiting requests as may run together; refuse the first alone when
         it cannot run at all."""
-        before = self.core.workspace
         count = min(len(self.waiting), self.core.config.concurrency)
-        while self.waiting and count:
-            try:
-                first = [self.waiting[i] for i in range(count)]
-                self.core.make_room(first)
-                self.core.prepare(first)
-                break
-            except ValueError as error:
-                if count == 1:
-                    self.waiting.popleft().finish("error", error)
-                    count = min(len(self.waiting), 1)
-                else:
-                    count, self._at_limit = (count + 1) // 2, True
-        if self.core.workspace is not before:
-            self._reset()
+        with self._resetting():
+            while self.waiting and count:
+                try:
+                    first = [self.waiting[i] for i in range(count)]
+                    self.core.make_room(first)
+                    self.core.prepare(first)
+                    break
+                except ValueError as error:
+                    if count == 1:
+                        self.waiting.popleft().finish("error", error)
+                        count = min(len(self.waiting), 1)
+                    else:
+                        count, self._at_limit = (count + 1) // 2, True
 
     def _reset(self) -> None:
         workspace = self.core.workspace

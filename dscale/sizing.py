@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,6 +80,8 @@ class Memory:
 def memory_of(target: Target, drafter: Drafter | None) -> Memory:
     """What is free where the target lives, while no pool is allocated."""
     device = target.norm.device
+    if device.type != "cpu":
+        gc.collect()  # compiled stages of an earlier workspace refer to one another
     shapes = [target.config] + ([drafter.config] if drafter is not None else [])
     each = sum(s.num_layers * s.num_kv_heads * s.head_dim for s in shapes)
     return Memory(device, free_bytes(device), 2 * PAGE * each * target.norm.element_size())

@@ -2,6 +2,7 @@
 of generate, and what is said where memory does not suffice."""
 
 import logging
+import weakref
 from typing import Any
 
 import pytest
@@ -144,6 +145,29 @@ def test_serving_chooses_once(pair: Pair, caplog: pytest.LogCaptureFixture) -> N
     told = [r.getMessage() for r in caplog.records if r.name == "dscale"]
     assert len(told) == 2
     assert f"pool of {(HOST_PAGES - 1) * PAGE} tokens" in told[1]
+
+
+def test_an_old_workspace_is_gone_before_a_new_one_is_made(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else both would have to fit."""
+    made: list[weakref.ref[Workspace]] = []
+
+    def counted(*arguments: Any, **sizes: int) -> Workspace:
+        assert all(old() is None for old in made)
+        workspace = Workspace(*arguments, **sizes)
+        made.append(weakref.ref(workspace))
+        return workspace
+
+    monkeypatch.setattr(dscale.sizing, "Workspace", counted)
+    with dscale.attach(*pair, budget="half") as spec:
+        for length in (9, 300, 900):
+            spec.model.generate(torch.tensor([prompt(length)]), max_new_tokens=9)
+        spec.engine.submit(prompt(9), max_new_tokens=9).result(WAIT)
+        spec.engine.submit(prompt(9), max_new_tokens=9, stop_strings=None).result(WAIT)
+        spec.engine.warm_up([request(stop_ids=tuple(range(20)))])
+    assert len(made) == 5
+    assert made[-1]() is None
 
 
 def test_requests_take_turns_in_a_chosen_pool(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
