@@ -142,7 +142,7 @@ def warm_up(spec: dscale.Attachment, load: Load, args: argparse.Namespace) -> No
     """Compile and capture all that is asked for later, then see what real requests still need."""
     how = {"temperature": 1.0, "top_k": 50, "top_p": 0.9, "repetition_penalty": 1.1}
     like = [
-        Request(prompt=[0] * load.longest, max_new_tokens=load.most_new, **how)  # type: ignore[arg-type]
+        Request(prompt=[0] * 16, max_new_tokens=16, **how)  # type: ignore[arg-type]
         for _ in range(args.concurrency)
     ]
     spec.engine.warm_up(like)
