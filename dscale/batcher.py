@@ -23,8 +23,9 @@ from dscale.sizing import explained
 from dscale.weights import Weights
 
 FILL_ROWS = 8192
-"""Rows of one prefill pass, padded to its longest chunk, unless `prefill_chunk` alone is more: its
-activations are most of what a pass needs besides the caches (1 GB at 8B shapes)."""
+"""Rows of one prefill pass, counted as if all chunks were as long as the longest (the gathered
+route pads them so), unless `prefill_chunk` alone is more: its activations are most of what a pass
+needs besides the caches (1 GB at 8B shapes)."""
 
 
 @dataclass(slots=True)

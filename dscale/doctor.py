@@ -15,7 +15,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 from dscale.attach import attach
 from dscale.compiled.drafter import Drafter, DrafterConfig
 from dscale.compiled.kv import PAGE
-from dscale.kernels import ops
+from dscale.kernels import head_ops, ops
 from dscale.sizing import Memory, free_bytes
 
 PACKAGES = ("dscale", "torch", "transformers", "accelerate", "triton", "numpy")
@@ -44,7 +44,7 @@ def checks() -> Iterator[Check]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     yield Check("device", None, describe(device))
     yield Check("pool", None, pool(device))
-    for name in ("row_statistics", "allocate_budget", "pack_rows", "accept_prefix"):
+    for name in operator_arguments():
         yield kernel_check(name, device)
     for mode, budget in MODES:
         yield identity_check(mode, budget, device)
@@ -72,7 +72,7 @@ def pool(device: torch.device) -> str:
 def kernel_check(name: str, device: torch.device) -> Check:
     """Whether an operator runs on the device and equals its CPU reference."""
     arguments = operator_arguments()[name]
-    operator = getattr(ops, name)
+    operator = getattr(head_ops if name == "tile_heads" else ops, name)
     try:
         want = operator(*arguments)
         got = operator(*(x.to(device) if isinstance(x, Tensor) else x for x in arguments))
@@ -100,11 +100,16 @@ def operator_arguments() -> dict[str, tuple[Any, ...]]:
     room = torch.tensor([24, 8], dtype=torch.int32)
     offset_N = torch.tensor([0, 12, 14])
     choice_M = torch.randint(9, (24,), generator=generator)
+    # 24 rows of 8 query heads and 2 KV heads of 16 dimensions; norms, cos and sin.
+    shapes = ((24, 12, 16), (16,), (16,), (24, 1, 8), (24, 1, 8))
+    heads = [torch.randn(shape, generator=generator) for shape in shapes]
+    cell_NT = torch.arange(48).view(3, 16) % 24
     return {
         "row_statistics": (torch.randn(5, 1000, generator=generator),),
         "allocate_budget": (score_NC, limit_N > 0, limit_N, room),
         "pack_rows": (length_N, candidate_NC, candidate_NC[:, 0], limit_N, page_NL, 24, 128),
         "accept_prefix": (candidate_NC, length_N, offset_N, choice_M),
+        "tile_heads": (*heads, cell_NT, 2, 4, 1e-6),
     }
 
 

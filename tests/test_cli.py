@@ -108,7 +108,7 @@ def test_bench(run: Any) -> None:
 def test_doctor(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     good = run("doctor").stdout
     assert "FAIL" not in good
-    names = ["row_statistics", "allocate_budget", "pack_rows", "accept_prefix"]
+    names = ["row_statistics", "allocate_budget", "pack_rows", "accept_prefix", "tile_heads"]
     for name in (*names, "mode ar", "mode +tiles", "mode dscale"):
         assert f"ok   {name}" in good
     for package in dscale.doctor.PACKAGES:
