@@ -28,7 +28,18 @@ SETTINGS: tuple[dict[str, Any], ...] = (
     {"max_new_tokens": 30, "do_sample": True, "top_k": 9, "top_p": 0.9, "seed": 11},
     {"max_new_tokens": 16, "repetition_penalty": 1.3},
 )
+GUIDED: tuple[dict[str, Any], ...] = (
+    {"max_new_tokens": 16, "no_repeat_ngram_size": 2},
+    {"max_new_tokens": 9, "min_new_tokens": 4, "eos_token_id": list(range(0, VOCAB, 9)),
+     "pad_token_id": 0},
+)  # fmt: skip
+"""Settings of the host path, in the long soak."""
 LONGEST = 200
+
+
+def text(length: int, alike: bool) -> list[int]:
+    """A prompt: one of its own, or the beginning of a long one."""
+    return prompt(max(LENGTHS))[:length] if alike else prompt(length)
 
 
 @dataclass
@@ -37,19 +48,20 @@ class References:
     decoding of one request, each computed once."""
 
     model: Any = field(default_factory=tiny_model)
-    known: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+    known: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
 
-    def __call__(self, length: int, setting: int) -> list[int]:
+    def __call__(self, length: int, setting: int, alike: bool = False) -> list[int]:
         """The new tokens."""
-        if (length, setting) not in self.known:
-            ids, kwargs = torch.tensor([prompt(length)]), SETTINGS[setting]
+        if (length, setting, alike) not in self.known:
+            ids = torch.tensor([text(length, alike)])
+            kwargs = (*SETTINGS, *GUIDED)[setting]
             if "seed" in kwargs:
                 with dscale.attach(self.model, mode="ar"):
                     out = self.model.generate(ids, **kwargs)
             else:
                 out = plain(self.model, ids, **kwargs)
-            self.known[length, setting] = out[0, length:].tolist()
-        return self.known[length, setting]
+            self.known[length, setting, alike] = out[0, length:].tolist()
+        return self.known[length, setting, alike]
 
     def text(self, length: int) -> list[int]:
         """The longest greedy continuation of a prompt, of LONGEST tokens."""
@@ -71,15 +83,26 @@ def check(case: Case, result: Result) -> None:
 
 
 def soak(
-    engine: Engine, references: References, count: int, seed: int, outstanding: int = 24
+    engine: Engine,
+    references: References,
+    count: int,
+    seed: int,
+    outstanding: int = 24,
+    *,
+    everything: bool = False,
 ) -> Counter[str]:
-    """Run `count` random requests, at most `outstanding` at once, and count how they ended."""
+    """Run `count` random requests, at most `outstanding` at once, and count how they ended.
+    `everything`: guided ones too, and prompts that begin alike."""
+    settings = (*SETTINGS, *(GUIDED if everything else ()))
 
     def draw(rng: random.Random) -> Plan:
-        length, setting = rng.choice(LENGTHS), rng.randrange(len(SETTINGS))
-        return Plan(prompt(length), SETTINGS[setting], references(length, setting))
+        length, setting = rng.choice(LENGTHS), rng.randrange(len(settings))
+        alike = everything and rng.random() < 0.4
+        want = references(length, setting, alike)
+        return Plan(text(length, alike), settings[setting], want)
 
-    bad = malformed(engine, VOCAB, too_long=100_000)
+    too_long = None if engine.config.pool_tokens is None else 100_000
+    bad = malformed(engine, VOCAB, too_long)
     return drive(engine, count, random.Random(seed), draw, check, bad, outstanding=outstanding)
 
 
@@ -94,15 +117,19 @@ def main() -> None:
     with TemporaryDirectory() as folder:
         drafter = tiny_drafter(Path(folder), model)
     modes: tuple[Any, ...] = ("dscale", "ar", "dflash", "+tiles", "+budget")
+    fixed = {"pool_tokens": 24 * 128, "max_concurrency": 8, "prefill_chunk": 128}
     for number, mode in enumerate(modes):
-        settings = {"pool_tokens": 24 * 128, "max_concurrency": 8, "prefill_chunk": 128}
-        spec = dscale.attach(model, None if mode == "ar" else drafter, mode=mode, **settings)
-        with spec:
-            began = time.perf_counter()
-            each = options.requests // len(modes)
-            ends = soak(spec.engine, references, each, options.seed + number)
-            all_back(spec.engine)
-            print(f"{mode}: {time.perf_counter() - began:.1f} s, {dict(ends)}", flush=True)
+        for settings in (fixed, {}):
+            spec = dscale.attach(model, None if mode == "ar" else drafter, mode=mode, **settings)
+            with spec:
+                began, engine = time.perf_counter(), spec.engine
+                each = options.requests // (2 * len(modes))
+                seed = options.seed + number
+                ends = soak(engine, references, each, seed, everything=True)
+                all_back(engine)
+                took = f"{time.perf_counter() - began:.1f} s"
+                hits = f"{spec.stats.prefix_hits} tokens shared"
+                print(f"{mode} {settings}: {took}, {dict(ends)}, {hits}", flush=True)
 
 
 if __name__ == "__main__":
