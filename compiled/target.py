@@ -71,6 +71,7 @@ class Layer(nn.Module):
     def forward(
         self,
         x: Tensor,
+        branch: Tensor,
         cos: Tensor,
         sin: Tensor,
         rows: Rows,
@@ -79,10 +80,14 @@ class Layer(nn.Module):
         value_pool: Tensor,
         tile: Tile,
         seen: Visibility,
-    ) -> Tensor:
-        """Packed rows `[R, D]` through the layer; their keys and values go to the pool."""
+    ) -> tuple[Tensor, Tensor]:
+        """Packed rows `[R, D]` through the layer; their keys and values go to the pool.
+
+        The residual stream comes and goes as two terms, x + branch: a compiled region then adds
+        them in the kernel of the norm that follows, in the next region."""
         c, pool, num_rows = self.config, (key_pool, value_pool), x.shape[0]
         packed = self.packed.get
+        x = add(x, branch)
         normed = rms_norm(x, self.input_norm, c.rms_eps)
         qkv = linear(normed, self.qkv, self.qkv_bias, packed("qkv"))
         qkv_RXE = qkv.view(num_rows, -1, c.head_dim)
@@ -95,11 +100,8 @@ class Layer(nn.Module):
         out = attend(q_NXQE, pool, rows, paging, tile, seen)
         x = add(x, linear(out, self.o, self.o_bias, packed("o")))
         normed = rms_norm(x, self.post_norm, c.rms_eps)
-        return add(
-            x,
-            swiglu(
-                normed, self.gate_up, self.gate_up_bias, self.down, self.down_bias, self.packed
-            ),
+        return x, swiglu(
+            normed, self.gate_up, self.gate_up_bias, self.down, self.down_bias, self.packed
         )
 
     def pack(self) -> None:
@@ -169,10 +171,11 @@ class Target(nn.Module):
         x = self.embed(token_R)
         cos, sin = rotary_table(rows.position_R, self.inv_freq, self.config.rope_scaling, x.dtype)
         seen = visibility(paging, tile, self.group)
+        branch = torch.zeros_like(x)
         tapped: dict[int, Tensor] = {}
         for index, layer in enumerate(self.layers):
-            x = layer(x, cos, sin, rows, paging, *pool.layer(index), tile, seen)
+            x, branch = layer(x, branch, cos, sin, rows, paging, *pool.layer(index), tile, seen)
             if index in self.taps:
-                tapped[index] = x
+                tapped[index] = add(x, branch)
         taps = torch.cat([tapped[i] for i in self.taps], -1) if self.taps else None
-        return rms_norm(x, self.norm, self.config.rms_eps), taps
+        return rms_norm(add(x, branch), self.norm, self.config.rms_eps), taps
