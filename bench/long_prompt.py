@@ -65,6 +65,7 @@ def pair(args: argparse.Namespace) -> tuple[Engine, list[int]]:
     pool = 128 * -(-(args.running * (args.room + 256) + args.prompt + 1024) // 128)
     settings: dict[str, Any] = {"mode": "dscale", "budget": "half", "pool_tokens": pool}
     settings |= {"max_concurrency": args.running + 1, "prefix_cache": False}
+    settings["compile_prefill"] = args.compile_prefill
     if args.model == "smollm2":
         model, tokenizer = dscale.demo.load(torch.bfloat16)
         predictor = shipped_predictor()
@@ -142,10 +143,11 @@ def main() -> None:
         "dtype": str(args.dtype).removeprefix("torch."),
         "mode": "dscale",
         "budget": "half",
+        "compile_prefill": args.compile_prefill,
         "predictor": args.model != "smollm2" or shipped_predictor() is not None,
         "random_weights": args.model != "smollm2",
     }
-    keys = ("model", "mode", "budget", "running", "prompt", "prefill_chunk")
+    keys = ("model", "mode", "budget", "running", "prompt", "prefill_chunk", "compile_prefill")
     file = ResultFile(args.out / "long_prompt.json", keys, base)
     with torch.no_grad():
         engine, text = pair(args)
@@ -186,6 +188,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--chunks", nargs="+", type=int, default=[512, 2048, 8192])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--tiny", action="store_true", help="toy size, on a CPU")
+    parser.add_argument("--compile-prefill", action="store_true")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--commit", default=None)
     args = parser.parse_args()

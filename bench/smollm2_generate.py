@@ -67,6 +67,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--drafter", type=Path, default=None, help="default: the one shipped")
     parser.add_argument("--predictor", type=Path, default=None, help="default: running product")
     parser.add_argument("--budget", type=int, default=None, help="of dflash and +tiles")
+    parser.add_argument("--compile-prefill", action="store_true")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--commit", default=None)
@@ -117,6 +118,7 @@ def measure(
             options["budget"] = args.budget
         if options["mode"] == "dscale":
             options["predictor"] = args.predictor
+        options["compile_prefill"] = args.compile_prefill
         spec = dscale.attach(model, None if method == "ar" else args.drafter, **options)
     try:
         began = time.perf_counter()
@@ -143,6 +145,7 @@ def measure(
         "tokens_per_s_max": round(rates[-1], 1),
         "tokens_per_pass": round(stats.tokens_per_pass, 3) if stats else 1.0,
         "step_ms": round(1e3 * stats.decode_seconds / stats.steps, 3) if stats else None,
+        "compile_prefill": args.compile_prefill if stats else None,
         "rows_per_pass": round(1 + stats.drafted / stats.passes, 2) if stats else None,
         "warm_up_s": round(warm_up, 1),
     }

@@ -98,3 +98,27 @@ def test_each_bucket_is_recorded_once(
             got = pair.got(count, max_new_tokens=30)
             assert torch.equal(got, want[:count, want.shape[1] - got.shape[1] :])
         assert len(recorded) == buckets * per_lanes
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_compiled_prefill_is_one_graph_and_gives_the_same_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch._dynamo.reset()
+    forwards: list[Any] = []
+
+    def compiled(stage: nn.Module) -> Callable[..., Any]:
+        forwards.append(own_forward(stage))
+        return torch.compile(forwards[-1], fullgraph=True)
+
+    monkeypatch.setattr("dscale.stages.compiled", compiled)
+    pair = Pair(tmp_path, "cuda")
+    want = pair.want(5, max_new_tokens=20)
+    with pair.attach(mode="dscale", budget="half", compile_prefill=True):
+        for count in (1, 5, 2, 3, 1, 4):
+            got = pair.got(count, max_new_tokens=20)
+            assert torch.equal(got, want[:count, want.shape[1] - got.shape[1] :]), count
+        (forward,) = forwards
+        entries = torch._dynamo.eval_frame._debug_get_cache_entry_list(forward.__code__)
+        assert len(entries) == 1
