@@ -81,6 +81,3 @@ def own_trees() -> Iterator[None]:
             if container.tree_manager is not None:
                 container.tree_manager.shutdown()
         containers.clear()
-        # What a thread keeps here is released after its end, when the interpreter may be gone.
-        for name in ("tree_manager_containers", "tree_manager_locks"):
-            torch._C._stash_obj_in_tls(name, None)

@@ -79,10 +79,10 @@ class Worker:
             self._inbox.put(None)
         if self._thread is not threading.current_thread():
             self._thread.join()
-            _await_exit(self._thread)
+            await_exit(self._thread)
 
 
-def _await_exit(thread: threading.Thread) -> None:
+def await_exit(thread: threading.Thread) -> None:
     """Wait until a joined thread is gone from the system.
 
     PyTorch's thread-local Python objects are released after Python's `join` returns; where the

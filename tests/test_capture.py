@@ -197,6 +197,7 @@ def test_the_callers_thread_keeps_cuda_graph_trees() -> None:
     code = """
 import threading
 from dscale.compiled.capture import load_trees, own_trees
+from dscale.worker import await_exit
 load_trees()
 def run():
     with own_trees():
@@ -204,6 +205,7 @@ def run():
 thread = threading.Thread(target=run)
 thread.start()
 thread.join()
+await_exit(thread)
 from torch._inductor.cudagraph_trees import get_container
 get_container(0)
 """

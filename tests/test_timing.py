@@ -17,6 +17,7 @@ from dscale.compiled.drafter import Drafter
 from dscale.compiled.kv import PAGE
 from dscale.core import Core
 from dscale.decode import Decoding
+from dscale.host_pack import pack_on_host
 from dscale.policy import AutoBudget, Choice
 from dscale.request import Request
 from dscale.timing import LinearCosts, MeasuredCosts, Runner, bucket_kinds, capture_buckets
@@ -134,18 +135,18 @@ def test_packing_on_the_host_equals_the_device(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     overrule(monkeypatch, pair.texts)
-    host_pack, compared = Decoding._pack_on_host, []
+    compared: list[list[int]] = []
 
-    def both(self: Decoding, step: Any, packed: Any) -> None:
-        pack(self.workspace.requests, step, packed)
+    def both(requests: Any, step: Any, packed: Any) -> None:
+        pack(requests, step, packed)
         device = [step.offset_N.clone(), *(column.clone() for column in packed)]
         for buffer in (step.offset_N, *packed):
             buffer.fill_(-7)
-        host_pack(self, step, packed)
+        pack_on_host(requests, step, packed)
         assert all(map(torch.equal, device, [step.offset_N, *packed]))
         compared.append(step.length_N.tolist())
 
-    monkeypatch.setattr(Decoding, "_pack_on_host", both)
+    monkeypatch.setattr("dscale.decode.pack_on_host", both)
     with dscale.attach(pair.model, pair.drafter, mode="+budget", budget=4) as spec:
         assert torch.equal(spec.generate(**inputs(), max_new_tokens=NEW), pair.want)
     assert len(compared) > 2
