@@ -37,8 +37,8 @@ BudgetOption = Annotated[
     str | None, typer.Option(help="rows per request and pass, 1 to 16, 'half' or 'auto'")
 ]
 DtypeOption = Annotated[str | None, typer.Option(help="default: bfloat16 on a GPU, else float32")]
-NewTokens = Annotated[int, typer.Option(help="tokens to generate at most")]
-Temperature = Annotated[float, typer.Option(help="0 is greedy")]
+NewTokens = Annotated[int, typer.Option(min=1, help="tokens to generate at most")]
+Temperature = Annotated[float, typer.Option(min=0, help="0 is greedy")]
 Seed = Annotated[int, typer.Option(help="of the sampling noise")]
 Raw = Annotated[bool, typer.Option("--raw", help="no chat template around the prompts")]
 
@@ -90,11 +90,13 @@ def batch(
     max_new_tokens: NewTokens = 256,
     temperature: Temperature = 0.0,
     seed: Seed = 0,
-    concurrency: Annotated[int, typer.Option(help="requests at once")] = 32,
+    concurrency: Annotated[int, typer.Option(min=1, help="requests at once")] = 32,
     raw: Raw = False,
 ) -> None:
-    """Answer a file of prompts, many at a time; one JSON line each, in the order they finish."""
+    """Answer a file of prompts, many at a time; one JSON line each, in the order they finish.
+    Exits with 1 if requests failed: their lines have an error."""
     with told():
+        check_target(source, target)
         rows = read_prompts(source) if str(source) != "-" else stdin_rows()
     with attached(model, drafter, mode, budget, dtype, max_concurrency=concurrency) as found:
         _, tokenizer, spec = found
@@ -104,16 +106,20 @@ def batch(
         to_file = str(target) != "-"
         out = target.open("w", encoding="utf-8") if to_file else nullcontext(sys.stdout)
         bar = tqdm(total=len(rows), unit="request", desc="dscale")
-        began, tokens = time.perf_counter(), 0
+        began, tokens, failed = time.perf_counter(), 0, 0
         with out as lines, bar:
             for result in spec.engine.stream(inputs, seeds=seeds, **options):
                 row = rows[int(result.request_id.removeprefix("req_"))]
                 lines.write(json.dumps(record(row["id"], result, tokenizer)) + "\n")
                 tokens += len(result.generated_tokens)
+                failed += result.error is not None
                 rate = tokens / (time.perf_counter() - began)
                 per_pass = f"{spec.stats.tokens_per_pass:.2f}"
                 bar.set_postfix_str(f"{rate:.0f} tokens/s, {per_pass} tokens per pass")
                 bar.update()
+    if failed:
+        typer.echo(f"{failed} of {len(rows)} requests failed", err=True)
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -124,9 +130,11 @@ def bench(
     prompt: Annotated[str, typer.Option(help="the prompt of every request")] = (
         "Write a Python function that returns the n-th Fibonacci number."
     ),
-    requests: Annotated[int, typer.Option(help="requests at once")] = 1,
+    requests: Annotated[int, typer.Option(min=1, help="requests at once")] = 1,
     max_new_tokens: NewTokens = 64,
-    repeats: Annotated[int, typer.Option(help="timed calls of each, the best counts")] = 2,
+    repeats: Annotated[
+        int, typer.Option(min=1, help="timed calls of each, the best counts")
+    ] = 2,
 ) -> None:
     """Time plain generate(), mode ar and the default mode on one prompt, in this process."""
     rows: list[tuple[str, float, float]] = []
@@ -225,6 +233,16 @@ def settings(max_new_tokens: int, temperature: float, seed: int | None) -> dict[
         return {"max_new_tokens": max_new_tokens, "do_sample": False}
     how = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
     return {"max_new_tokens": max_new_tokens, **how} | ({} if seed is None else {"seed": seed})
+
+
+def check_target(source: Path, target: Path) -> None:
+    """Raise ValueError for results that have nowhere to go, or would replace the prompts."""
+    if str(target) == "-":
+        return
+    if target.is_dir() or not target.parent.is_dir():
+        raise ValueError(f"target: expected a file in a folder that exists, got {str(target)!r}")
+    if str(source) != "-" and target.exists() and source.exists() and target.samefile(source):
+        raise ValueError(f"target: expected another file than the prompts', got {str(target)!r}")
 
 
 def stdin_rows() -> list[dict[str, Any]]:

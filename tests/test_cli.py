@@ -68,7 +68,8 @@ def test_generate(run: Any, smollm: Pair) -> None:
         (["--temperature", "nan"], "temperature"),
         (["--dtype", "int7"], "dtype: "),
         (["--drafter", "/nowhere"], "drafter: "),
-        (["--max-new-tokens", "0"], "max_new_tokens"),
+        (["--max-new-tokens", "0"], "--max-new-tokens"),
+        (["--temperature", "-1"], "--temperature"),
     ],
 )
 def test_errors_are_one_line(run: Any, smollm: Pair, arguments: list[str], said: str) -> None:
@@ -98,11 +99,30 @@ def test_batch(run: Any, smollm: Pair, tmp_path: Path) -> None:
     run("batch", str(tmp_path / "none.jsonl"), "-", code=2)
 
 
+def test_batch_targets(run: Any, tmp_path: Path) -> None:
+    """What cannot be written to is said before the model is loaded, and prompts are kept."""
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"id": "a", "prompt": "Hi"}\n')
+    for target in (tmp_path / "none" / "out.jsonl", tmp_path, source):
+        assert "error: target: " in run("batch", str(source), str(target), code=2).stderr
+    assert source.read_text() == '{"id": "a", "prompt": "Hi"}\n'
+
+
+def test_batch_says_how_many_failed(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dscale.cli, "settings", lambda *arguments: {"max_new_tokens": 0})
+    result = run("batch", "-", "-", code=1, stdin="Hi\nHello\n")
+    assert "2 of 2 requests failed" in result.stderr
+    lines = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
+    assert [row["finish_reason"] for row in lines] == ["error"] * 2
+
+
 def test_bench(run: Any) -> None:
     result = run("bench", "--max-new-tokens", "8", "--repeats", "1", "--requests", "2")
     lines = result.stdout.splitlines()
     assert [line.split()[0] for line in lines] == ["generate()", "ar", "dscale"]
     assert all("tokens/s" in line and "tokens per pass" in line for line in lines)
+    for option in ("--max-new-tokens", "--repeats", "--requests"):
+        assert option in run("bench", option, "0", code=2).stderr
 
 
 def test_doctor(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
