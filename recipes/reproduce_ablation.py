@@ -164,4 +164,4 @@ FIELDS = ("model", "acceptance", "of", "concurrency", "step", "tokens_per_s")
 EXPERIMENT = Experiment("ablation", FIELDS, section, draw, compute)
 
 if __name__ == "__main__":
-    EXPERIMENT.run()
+    EXPERIMENT.command(__doc__)

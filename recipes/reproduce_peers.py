@@ -182,4 +182,4 @@ def draw(rows: Rows) -> None:
 EXPERIMENT = Experiment("peers", (*ABOUT, "kind", "requests"), section, draw, compute)
 
 if __name__ == "__main__":
-    EXPERIMENT.run()
+    EXPERIMENT.command(__doc__)

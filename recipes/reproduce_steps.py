@@ -107,4 +107,4 @@ def stages(row: Row) -> Row:
 EXPERIMENT = Experiment("steps", ("kind", *ABOUT), section, draw, compute)
 
 if __name__ == "__main__":
-    EXPERIMENT.run()
+    EXPERIMENT.command(__doc__)

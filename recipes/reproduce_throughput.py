@@ -95,4 +95,4 @@ def spans(group: Rows) -> Row:
 EXPERIMENT = Experiment("throughput", (*GROUP, "kind"), section, draw, compute)
 
 if __name__ == "__main__":
-    EXPERIMENT.run()
+    EXPERIMENT.command(__doc__)

@@ -132,4 +132,4 @@ FIELDS = (*CELL, "width", "tokens_per_step", "of_full")
 EXPERIMENT = Experiment("width", FIELDS, section, draw, compute)
 
 if __name__ == "__main__":
-    EXPERIMENT.run()
+    EXPERIMENT.command(__doc__)

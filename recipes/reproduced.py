@@ -1,6 +1,7 @@
 """What the reproduce_* recipes share: result files, lines that hold our number beside the paper's,
 and the sections of docs/results.md they make."""
 
+import argparse
 import importlib.util
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -239,6 +240,11 @@ class Experiment:
         if rows and plots:
             self.draw(rows)
         return rows
+
+    def command(self, about: str | None, argv: list[str] | None = None) -> None:
+        """The command line of a recipe that takes no options."""
+        argparse.ArgumentParser(description=about).parse_args(argv)
+        self.run()
 
     def run(self, rows: Rows | None = None) -> None:
         """Write rows, plot them and print their section; None: those computed from other files."""

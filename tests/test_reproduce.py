@@ -193,6 +193,20 @@ def test_computed_result_files_are_up_to_date() -> None:
         )
 
 
+def test_help_of_a_computed_recipe_writes_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*arguments: Any) -> Any:
+        raise AssertionError("it ran")
+
+    monkeypatch.setattr(reproduced.Experiment, "run", refused)
+    for argument, code in (("--help", 0), ("--nope", 2)):
+        with pytest.raises(SystemExit) as end:
+            reproduce_steps.EXPERIMENT.command(reproduce_steps.__doc__, [argument])
+        assert end.value.code == code
+    assert "Fig. 11" in capsys.readouterr().out
+
+
 def test_the_page_is_up_to_date() -> None:
     assert reproduce_results.PAGE.read_text(encoding="utf-8") == page(), (
         "docs/results.md: run recipes/reproduce_results.py"
