@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
     [(8, 64, 3.83), (16, 128, 4.11), (32, 256, 6.01), (16, 256, 5.46), (32, 512, 10.92)],
 )
 def test_the_verify_floor_of_8b(requests: int, rows: int, floor: float) -> None:
-    """The table of docs/design.md."""
+    """At a context of 1,000, as docs/results.md has them."""
     found = graphs.verify_floor(SHAPES["8b"], 2)
     assert found.weights == 7_568_097_280
     assert found.milliseconds(rows, requests, 1000) == pytest.approx(floor, abs=0.005)
