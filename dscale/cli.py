@@ -132,9 +132,7 @@ def bench(
     ),
     requests: Annotated[int, typer.Option(min=1, help="requests at once")] = 1,
     max_new_tokens: NewTokens = 64,
-    repeats: Annotated[
-        int, typer.Option(min=1, help="timed calls of each, the best counts")
-    ] = 2,
+    repeats: Annotated[int, typer.Option(min=1, help="timed calls of each, the best counts")] = 2,
 ) -> None:
     """Time plain generate(), mode ar and the default mode on one prompt, in this process."""
     rows: list[tuple[str, float, float]] = []
