@@ -23,7 +23,7 @@ from dscale.compiled.kv import KVPool, Paging, write
 from dscale.compiled.layers import add, rotary_table, swiglu
 from dscale.compiled.packed import linear, pack
 from dscale.compiled.target import Target
-from dscale.kernels.head_ops import tile_heads
+from dscale.kernels.ops import tile_heads
 from dscale.kernels.reference_heads import rms_norm, rotate
 
 

@@ -17,7 +17,7 @@ from dscale.compiled.attention import Rows, Tile, Visibility, attend, visibility
 from dscale.compiled.kv import KVPool, Paging, write
 from dscale.compiled.layers import add, frozen, rotary_table, swiglu
 from dscale.compiled.packed import linear, pack
-from dscale.kernels.head_ops import tile_heads
+from dscale.kernels.ops import tile_heads
 from dscale.kernels.reference_heads import rms_norm
 
 

@@ -15,7 +15,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 from dscale.attach import attach
 from dscale.compiled.drafter import Drafter, DrafterConfig
 from dscale.compiled.kv import PAGE
-from dscale.kernels import head_ops, ops
+from dscale.kernels import ops
 from dscale.sizing import Memory, free_bytes
 
 PACKAGES = ("dscale", "torch", "transformers", "accelerate", "triton", "numpy")
@@ -72,7 +72,7 @@ def pool(device: torch.device) -> str:
 def kernel_check(name: str, device: torch.device) -> Check:
     """Whether an operator runs on the device and equals its CPU reference."""
     arguments = operator_arguments()[name]
-    operator = getattr(head_ops if name == "tile_heads" else ops, name)
+    operator = getattr(ops, name)
     try:
         want = operator(*arguments)
         got = operator(*(x.to(device) if isinstance(x, Tensor) else x for x in arguments))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dscale.kernels import reference_heads
-from dscale.kernels.ops import expect, expect_tensor, implement
+from dscale.kernels.registry import expect, expect_tensor, implement
 
 torch.library.define(
     "dscale::tile_heads",

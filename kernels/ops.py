@@ -1,4 +1,5 @@
-"""The custom operations: schemas, shapes, argument checks and dispatch, without Triton.
+"""The custom operations: schemas, shapes, argument checks and dispatch, without Triton; that of a
+layer's heads has a file of its own.
 
 On the CPU an operation is its eager reference; its Triton launcher is imported when it first runs
 on a GPU. All are functional: results are new tensors, and a stage that hands them on in a
@@ -9,16 +10,16 @@ rows, L logical pages."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dscale.kernels import reference_rows, reference_statistics
+from dscale.kernels.head_ops import tile_heads as tile_heads
 from dscale.kernels.reference_rows import SEEDS, TILE, PackedRows
 from dscale.kernels.reference_statistics import TOP, RowStatistics
+from dscale.kernels.registry import expect, expect_tensor, implement
 
 MAX_LANES = 256
 """Lanes one budget or pack program holds."""
@@ -89,18 +90,6 @@ def accept_prefix(
     Raises ValueError for other shapes or dtypes, or no row at all."""
     accepted_N, successor_N = _accept_prefix(candidate_NC, length_N, offset_N, choice_M)
     return accepted_N, successor_N
-
-
-def expect(condition: bool, name: str, expected: str, received: object) -> None:
-    """Raise ValueError about an argument unless the condition holds."""
-    if not condition:
-        raise ValueError(f"{name}: expected {expected}, got {received}")
-
-
-def expect_tensor(name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """Raise ValueError unless a tensor has this dtype and shape."""
-    ok = x.dtype == dtype and tuple(x.shape) == shape
-    expect(ok, name, f"{dtype} {list(shape)}", f"{x.dtype} {list(x.shape)}")
 
 
 def _check_row_statistics(logit: Tensor) -> None:
@@ -188,30 +177,6 @@ def _fake_pack_rows(
 def _fake_accept_prefix(candidate: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     lanes = candidate.shape[0]
     return candidate.new_empty((lanes,)), candidate.new_empty((lanes,))
-
-
-def implement(
-    name: str,
-    check: Callable[..., None],
-    reference: Callable[..., Any],
-    fake: Callable[..., Any],
-) -> None:
-    """Register an operation's CPU implementation, its Triton launcher `kernels/<name>.py` and its
-    result shapes; `check` runs before either."""
-
-    def on_cpu(*args: Any) -> Any:
-        check(*args)
-        return reference(*args)
-
-    def on_cuda(*args: Any) -> Any:
-        check(*args)
-        launch = getattr(import_module(f"dscale.kernels.{name}"), name)
-        with torch.cuda.device(args[0].device):
-            return launch(*args)
-
-    torch.library.impl(f"dscale::{name}", "cpu", on_cpu)
-    torch.library.impl(f"dscale::{name}", "cuda", on_cuda)
-    torch.library.register_fake(f"dscale::{name}", fake)
 
 
 implement(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dscale.kernels import head_ops, ops
+from dscale.kernels import ops
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 needs_kernel = pytest.mark.skipif(
@@ -22,7 +22,7 @@ RUNS = ["op", pytest.param("kernel", marks=[pytest.mark.gpu, needs_kernel])]
 
 def runner(name: str, run: str) -> Callable[..., Any]:
     """The operation `name` as a function of CPU tensors that returns CPU tensors."""
-    op = getattr(head_ops if name == "tile_heads" else ops, name)
+    op = getattr(ops, name)
     if run == "op":
         return op  # type: ignore[no-any-return]
     if INTERPRETED:

@@ -9,7 +9,7 @@ import torch
 from ops_runs import room
 from torch import Tensor
 
-from dscale.kernels import head_ops, ops
+from dscale.kernels import ops
 
 NAMES = ["row_statistics", "allocate_budget", "pack_rows", "accept_prefix", "tile_heads"]
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -186,4 +186,4 @@ def test_wrong_arguments_are_named(name: str, position: int, value: Any, named: 
     args = list(arguments(name, 4))
     args[position] = value
     with pytest.raises(ValueError, match=rf"^{named}: expected .+, got "):
-        getattr(head_ops if name == "tile_heads" else ops, name)(*args)
+        getattr(ops, name)(*args)
