@@ -16,11 +16,12 @@ from dscale.compiled.sampling import Chooser
 from dscale.compiled.target import Target
 from dscale.config import EngineConfig
 from dscale.decode import Decoding
+from dscale.errors import not_finite
 from dscale.host import HostStages, host_stages
 from dscale.placing import write_state
 from dscale.policy import AutoBudget, FixedBudget, Policy
 from dscale.prefill import idle_chunk, make_chunk
-from dscale.request import Request, not_finite
+from dscale.request import Request
 from dscale.sizing import Sizes, allocate, memory_of, needed, roomy
 from dscale.stages import Stage, Stages, build_stages, prompt_stage
 from dscale.stats import Stats
@@ -96,9 +97,10 @@ class Core:
         else:
             stages = self.stages(chooser_of(requests))
         w = self.workspace
-        idle = w.max_requests if self.config.compile_prefill and len(requests) == 1 else None
+        idle = w.max_requests if self.config.compile_prefill else None
         chunk = make_chunk(requests, lengths, w.device, wide=self.flex, idle_slot=idle)
-        step = w.assign([r.slot for r in requests] + ([] if idle is None else [idle]))
+        slots = [r.slot for r in requests]
+        step = w.assign(slots + [w.max_requests] * (len(chunk.last_N) - len(slots)))
         stages.prefill(w.requests, step, chunk)
         self.stats.prompt_tokens += sum(lengths)
         for request, length in zip(requests, lengths, strict=True):
@@ -110,7 +112,7 @@ class Core:
         for request, row in zip(requests, results, strict=True):
             if request.prefilled < len(request.prompt):
                 continue
-            request.error = not_finite(request) if row[FAILED] else request.error
+            request.error = not_finite(request.context) if row[FAILED] else request.error
             if request.error is not None:
                 ended.append(request)
                 continue

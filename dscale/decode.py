@@ -13,9 +13,10 @@ from torch import Tensor
 from dscale.compiled.attention import VERIFY_TILE
 from dscale.compiled.capture import begin_step
 from dscale.compiled.flow import COUNT, FAILED, LENGTH, LIVE, SCORES, TOKENS, Step
+from dscale.errors import not_finite
 from dscale.host_pack import pack_on_host
 from dscale.policy import Choice, Floats, Policy
-from dscale.request import Request, not_finite
+from dscale.request import Request
 from dscale.stages import Stages
 from dscale.stats import Stats
 from dscale.workspace import Workspace, bucket_of
@@ -127,7 +128,7 @@ class Decoding:
             if request.finished or not (count or row[FAILED]):
                 continue  # its late step, or cancelled meanwhile
             if row[FAILED]:
-                request.error = not_finite(request)
+                request.error = not_finite(request.context)
             if count == 0:
                 ended.append(request)
                 continue

@@ -48,25 +48,24 @@ def _cut(
     height: int,
 ) -> Chunk:
     lanes, lane_N = len(prompts), torch.arange(len(prompts))
-    end_N = length_N.cumsum(0)
     tiles_N = (length_N + height - 1) // height
-    lane_X, lane_R = torch.repeat_interleave(lane_N, tiles_N), lane_N.repeat_interleave(length_N)
-    offset_R = torch.arange(len(lane_R)) - (end_N - length_N)[lane_R]
-    before_X = (torch.arange(len(lane_X)) - (tiles_N.cumsum(0) - tiles_N)[lane_X]) * height
+    end_N, first_N = length_N.cumsum(0), length_N.cumsum(0) - length_N
+    tile_N = tiles_N.cumsum(0) - tiles_N  # each lane's first
+    lane_X, lane_R = lane_N.repeat_interleave(tiles_N), lane_N.repeat_interleave(length_N)
+    offset_R = torch.arange(len(lane_R)) - first_N[lane_R]
+    before_X = (torch.arange(len(lane_X)) - tile_N[lane_X]) * height
     start_N, slot_N = torch.tensor(starts), torch.tensor(slots)
     position_R = start_N[lane_R] + offset_R
     page_NL = torch.zeros(lanes, max(map(len, pages)), dtype=torch.int64)
     for row, own in zip(page_NL, pages, strict=True):
         row[: len(own)] = torch.tensor(own)
-    tile_R = (tiles_N.cumsum(0) - tiles_N)[lane_R] + offset_R // height
-    first_X = (end_N - length_N)[lane_X] + before_X
-    column_T = torch.arange(height)
+    row_NT = (first_N[lane_X] + before_X)[:, None] + torch.arange(height)
     rows = Rows(
         position_R=position_R,
         slot_R=page_NL[lane_R, position_R // PAGE] * PAGE + position_R % PAGE,
-        lane_R=tile_R,
+        lane_R=tile_N[lane_R] + offset_R // height,
         tile_row_R=offset_R % height,
-        row_NT=torch.minimum(first_X[:, None] + column_T, end_N[lane_X, None] - 1),
+        row_NT=torch.minimum(row_NT, end_N[lane_X, None] - 1),
     )
     return Chunk(
         token_R=torch.tensor([t for p in prompts for t in p]),

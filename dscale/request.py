@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from dscale import errors
 from dscale.guide import Guide
 from dscale.pages import pages_for
 from dscale.stopping import Judge
@@ -167,11 +166,6 @@ def finish_reason(request: Request) -> FinishReason:
     if request.tokens and request.tokens[-1] in request.stop_ids:
         return "eos"
     return "length" if len(request.tokens) == request.max_new_tokens else "stop"
-
-
-def not_finite(request: Request) -> ArithmeticError:
-    """Why a request fails whose logits are not finite."""
-    return errors.not_finite(request.context)
 
 
 def check_penalty(penalty: object) -> None:
