@@ -7,7 +7,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from bench.simulated import Trace, simulate
 from dscale.choosers import chooser_of
 from dscale.compiled.attention import VERIFY_TILE
 from dscale.compiled.capture import capture
+from dscale.compiled.sampling import Chooser
 from dscale.config import Budget, EngineConfig, Mode
 from dscale.decode import Decoding
 from dscale.pages import PageAllocator, pages_for
@@ -82,6 +83,23 @@ CASES = {
     "dscale-auto": Case("dscale", "auto"),
 }
 """By the names of the command line, each but the first adding a mechanism to the one before."""
+
+
+def shared_stages(
+    raw: Stages, chooser: Chooser, case: Case, make: Callable[[object, Any, bool], Stage]
+) -> Stages:
+    """The stages of a case as `make(key, stage, simulated)` has them: the same key for what cases
+    have in common. `simulated`: whether simulated acceptance changes the stage."""
+    verify, decide = cast(Any, raw.verify), cast(Any, raw.decide)
+    if case.per_head:
+        verify.tile = dataclasses.replace(verify.tile, per_head=True, block=VERIFY_TILE)
+    key = (verify.drafter is None, verify.rows, verify.tile, chooser, case.config.adaptive)
+    return dataclasses.replace(
+        raw,
+        decide=decide and make(("decide", decide.rows, decide.seed), decide, True),
+        anchors=raw.anchors and make("anchors", raw.anchors, False),
+        verify=make(key, verify, True),
+    )
 
 
 class Clock:
@@ -170,20 +188,12 @@ class Rig:
             self.models.target, drafter, self.models.predictor, self.workspace, case.config,
             chooser, flex=self.flex, captured=False,
         )  # fmt: skip
-        verify: Any = simulate(raw.verify, self.trace)
-        if case.per_head:
-            verify.tile = dataclasses.replace(verify.tile, per_head=True, block=VERIFY_TILE)
-        key = (drafter is None, verify.rows, verify.tile, chooser, case.config.adaptive)
-        decide: Any = raw.decide
-        if decide is not None:
-            decide = self._timed(("decide", decide.rows), simulate(decide, self.trace))
-        anchors = raw.anchors and self._timed("anchors", raw.anchors)
-        return dataclasses.replace(
-            raw, decide=decide, anchors=anchors, verify=self._timed(key, verify)
-        )
+        return shared_stages(raw, chooser, case, self._timed)
 
-    def _timed(self, key: object, stage: Any) -> Timed:
+    def _timed(self, key: object, stage: Any, simulated: bool) -> Timed:
         if key not in self._stages:
+            if simulated:
+                stage = simulate(stage, self.trace)
             wrapped = stage if self.wrap is None else self.wrap(stage)
             self._stages[key] = Timed(wrapped, self.clock)
         return self._stages[key]

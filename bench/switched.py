@@ -11,9 +11,8 @@ from typing import Any
 
 from bench.client import Intervals
 from bench.simulated import Trace, simulate
-from bench.step_cases import Case
+from bench.step_cases import Case, shared_stages
 from dscale.batcher import Batcher
-from dscale.compiled.attention import VERIFY_TILE
 from dscale.compiled.capture import capture
 from dscale.compiled.drafter import Drafter
 from dscale.compiled.predictor import Predictor
@@ -53,7 +52,7 @@ class SharedCore(Core):
 
     trace: Trace | None = None
     all_modes: Drafter | None = None
-    per_head: bool = False
+    case: Case = field(default_factory=lambda: Case("ar"))
     _shared: dict[object, Any] = field(default_factory=dict)
     _kept: dict[object, Kept] = field(default_factory=dict)
 
@@ -61,7 +60,7 @@ class SharedCore(Core):
         """Turn to another mode; what was captured and measured for it before is there again.
         `settings`: all but mode and budget. Only while no request is placed."""
         config = dataclasses.replace(settings, mode=case.mode, budget=case.budget)
-        self.config, self.per_head = config, case.per_head
+        self.config, self.case = config, case
         self.drafter = None if case.mode == "ar" else self.all_modes
         kept = self._kept.setdefault(case, Kept())
         self._stages, self._policies = kept.stages, kept.policies
@@ -79,17 +78,7 @@ class SharedCore(Core):
             self.target, self.drafter, self.predictor, self.workspace, self.config, chooser,
             flex=self.flex, captured=False, prompt=self.prompt,
         )  # fmt: skip
-        verify: Any = raw.verify
-        if self.per_head:
-            verify.tile = dataclasses.replace(verify.tile, per_head=True, block=VERIFY_TILE)
-        key = (self.drafter is None, verify.rows, verify.tile, chooser, self.config.adaptive)
-        decide: Any = raw.decide
-        made = dataclasses.replace(
-            raw,
-            decide=decide and self._made(("decide", decide.rows, decide.seed), decide),
-            anchors=raw.anchors and self._made("anchors", raw.anchors, simulated=False),
-            verify=self._made(key, verify),
-        )
+        made = shared_stages(raw, chooser, self.case, self._made)
         self._stages[chooser] = made
         return made
 
@@ -128,7 +117,7 @@ class SharedCore(Core):
         for kept in self._kept.values():
             kept.clear()
 
-    def _made(self, key: object, stage: Any, simulated: bool = True) -> Any:
+    def _made(self, key: object, stage: Any, simulated: bool) -> Any:
         if key not in self._shared:
             if self.trace is not None and simulated:
                 stage = simulate(stage, self.trace)
