@@ -175,10 +175,7 @@ def smollm2(args: argparse.Namespace) -> Pair:
     drafter = load_drafter(path, shape, dtype=dtype, device=device)
     predictor, scores = args.predictor, "running product"
     if predictor is None and args.drafter is None:
-        try:
-            predictor, scores = dscale.demo.predictor(), "shipped"
-        except FileNotFoundError:
-            print("no predictor is shipped: drafts are scored by their running product")
+        predictor, scores = dscale.demo.predictor(), "shipped"
     elif predictor is not None:
         scores = predictor.name
     loaded = None
@@ -246,7 +243,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--shard", default="0/1", help="i/n: this process's part of the sets")
     parser.add_argument("--drafter", type=Path, help="default: the one shipped")
-    parser.add_argument("--predictor", type=Path, help="default: the one shipped, if any")
+    parser.add_argument("--predictor", type=Path, help="default: the shipped drafter's")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--prefix-cache", action="store_true", help="prompts come twice each")
     parser.add_argument("--compile-prefill", action="store_true", help="EngineConfig says what")

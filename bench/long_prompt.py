@@ -25,7 +25,6 @@ import dscale
 from bench.result_files import ResultFile
 from bench.rows import RESULTS, environment
 from bench.shapes import SHAPES, build
-from bench.soak_load import shipped_predictor
 from dscale.config import EngineConfig
 from dscale.engine import Engine
 from dscale.request import Request
@@ -68,7 +67,7 @@ def pair(args: argparse.Namespace) -> tuple[Engine, list[int]]:
     settings["compile_prefill"] = args.compile_prefill
     if args.model == "smollm2":
         model, tokenizer = dscale.demo.load(torch.bfloat16)
-        predictor = shipped_predictor()
+        predictor = dscale.demo.predictor()
         spec = dscale.attach(model, dscale.demo.drafter(), predictor=predictor, **settings)
         lines = [json.loads(line)["prompt"] for line in DATA.read_text().splitlines()]
         text = [token for line in lines for token in tokenizer.encode(line)]
@@ -144,7 +143,7 @@ def main() -> None:
         "mode": "dscale",
         "budget": "half",
         "compile_prefill": args.compile_prefill,
-        "predictor": args.model != "smollm2" or shipped_predictor() is not None,
+        "predictor": True,
         "random_weights": args.model != "smollm2",
     }
     keys = ("model", "mode", "budget", "running", "prompt", "prefill_chunk", "compile_prefill")

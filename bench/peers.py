@@ -244,10 +244,7 @@ def main() -> None:
     model, tokenizer = dscale.demo.load(dtype=getattr(torch, args.dtype))
     predictor = args.predictor
     if predictor is None and args.drafter is None:
-        try:
-            predictor = dscale.demo.predictor()
-        except FileNotFoundError:
-            print("no predictor is shipped: drafts are scored by their running product")
+        predictor = dscale.demo.predictor()
     drafter = args.drafter or dscale.demo.drafter()
     setup = Setup(model, tokenizer, args.new_tokens, drafter, predictor)
     base = environment(args.commit) | {"model": "SmolLM2-135M-Instruct", "dtype": args.dtype}
@@ -265,7 +262,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--drafter", type=Path, help="default: the one shipped")
-    parser.add_argument("--predictor", type=Path, help="default: the one shipped, if any")
+    parser.add_argument("--predictor", type=Path, help="default: the shipped drafter's")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--tiny", action="store_true", help="a few tokens, on a CPU")
     parser.add_argument("--out", type=Path, default=RESULTS)

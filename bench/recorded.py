@@ -144,7 +144,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--concurrency", type=int, default=32)
     parser.add_argument("--output-cap", type=int, default=256)
     parser.add_argument("--drafter", type=Path, help="default: the one shipped")
-    parser.add_argument("--predictor", type=Path, help="default: the one shipped, if any")
+    parser.add_argument("--predictor", type=Path, help="default: the shipped drafter's")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--tiny", action="store_true", help="toy models, on a CPU")
     args = parser.parse_args(arguments)

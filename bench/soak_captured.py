@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 import dscale
 from bench.rows import RESULTS, environment, write_rows
-from bench.soak_load import Bad, Case, Plan, all_back, drive, malformed, shipped_predictor
+from bench.soak_load import Bad, Case, Plan, all_back, drive, malformed
 from dscale.doctor import tiny_pair
 from dscale.handle import Result
 from dscale.request import Request
@@ -132,7 +132,7 @@ def load(args: argparse.Namespace) -> tuple[dscale.Attachment, Load]:
     model, tokenizer = dscale.demo.load(torch.bfloat16)
     lines = [json.loads(line)["prompt"] for line in DATA.read_text().splitlines()]
     text = [token for line in lines for token in tokenizer.encode(line)]
-    predictor = shipped_predictor()
+    predictor = dscale.demo.predictor()
     spec = dscale.attach(model, dscale.demo.drafter(), predictor=predictor, **settings)
     eos = model.generation_config.eos_token_id
     eos = eos[0] if isinstance(eos, list) else eos
@@ -223,7 +223,7 @@ def main() -> None:
         "compile_prefill": args.compile_prefill,
         "concurrency": args.concurrency,
         "captured": not args.tiny,
-        "predictor": not args.tiny and shipped_predictor() is not None,
+        "predictor": not args.tiny,
     }
     spec, load_ = load(args)
     with spec:

@@ -11,10 +11,8 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
-import dscale
 from dscale.engine import Engine
 from dscale.handle import Handle, Result
 
@@ -45,14 +43,6 @@ Draw = Callable[[random.Random], Plan]
 Check = Callable[[Case, Result], None]
 Bad = tuple[str, Callable[[], object]]
 """What a refusal must match, and the call that is refused."""
-
-
-def shipped_predictor() -> Path | None:
-    """The demo drafter's predictor, None where the package has none."""
-    try:
-        return dscale.demo.predictor()
-    except FileNotFoundError:
-        return None
 
 
 def malformed(engine: Engine, vocab: int, too_long: int | None) -> list[Bad]:

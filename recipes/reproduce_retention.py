@@ -19,10 +19,11 @@ import torch
 from predictor_traces import Traces
 from reproduced import Experiment, Line, Row, Rows, Section, conditions, number, percent, where
 from reproduced_plots import BLUE, ORANGE, figure, series
-from reproduced_traces import COLLECT, TRACES, Collection, read, shipped_predictor, simulated_trace
+from reproduced_traces import COLLECT, TRACES, Collection, read, simulated_trace
 from reproduced_traces import described as about_pair
 from torch import Tensor
 
+import dscale.demo
 from bench.paper import PAPER as PUBLISHED
 from dscale.compiled.predictor import Predictor
 from dscale.predictor_files import load_predictor
@@ -225,7 +226,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--traces", type=Path, default=TRACES, help="of reproduce_traces.py")
     parser.add_argument("--predictor", type=Path, help="a folder; default: the shipped one")
     args = parser.parse_args(argv)
-    EXPERIMENT.run(compute(read(args.traces), args.predictor or shipped_predictor()))
+    EXPERIMENT.run(compute(read(args.traces), args.predictor or dscale.demo.predictor()))
 
 
 if __name__ == "__main__":

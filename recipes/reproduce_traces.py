@@ -20,7 +20,7 @@ import drafter_data as data
 import torch
 from drafter_data import Prompt
 from predictor_traces import Traces, save_traces
-from reproduced_traces import ABOUT, TRACES, shipped_predictor
+from reproduced_traces import ABOUT, TRACES
 from torch import Tensor
 
 import dscale.demo
@@ -96,7 +96,7 @@ def collect(args: argparse.Namespace) -> Traces:
         device=model.device,
     )
     like: Any = None
-    folder = args.predictor or (None if args.drafter else shipped_predictor())
+    folder = args.predictor or (None if args.drafter else dscale.demo.predictor())
     if folder is not None:
         like = axes_of(load_predictor(folder, drafter.config, drafter.fingerprint, model.device))
     return collecting.collect(

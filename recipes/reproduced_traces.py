@@ -13,7 +13,6 @@ from predictor_training import usable
 from reproduced import Experiment, Row, Rows, conditions, where
 from torch import Tensor
 
-import dscale.demo
 from bench.rows import environment
 from bench.simulated import SETTINGS, draw
 
@@ -69,14 +68,6 @@ def described(rows: Rows) -> list[str]:
     temperature = f"temperature {pair[0]['temperature']:g}"
     cap = f"at most {pair[0]['max_new_tokens']} new tokens"
     return [f"{pair[0]['model']} with its drafter, {conditions(pair[:1], temperature, cap)}"]
-
-
-def shipped_predictor() -> Path | None:
-    """The predictor that ships with the package, None where none does."""
-    try:
-        return dscale.demo.predictor()
-    except FileNotFoundError:
-        return None
 
 
 def without_loops(traces: Traces) -> Traces:
