@@ -23,7 +23,7 @@ MIB = 2**20
 
 _UNNUMBERED = re.compile(r"_\d+$")  # the number Inductor ends a kernel's name with
 _KIND = re.compile(r"triton_[a-z]+_fused")
-_STATISTICS_END = "_join_parts"  # the last kernel of row_statistics
+_STATISTICS_END = "_join_groups"  # the last kernel of row_statistics
 # Besides what follows the row statistics: float32 products, which only the predictor has.
 _FLOAT32_PRODUCT = re.compile(r"sgemm|f32f32|tf32|gemmSN|gemv|nvjet_ss|dot_kernel")
 

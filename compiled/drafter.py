@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from dscale.compiled.attention import Rows, Tile, Visibility, attend, visibility
 from dscale.compiled.kv import KVPool, Paging, write
 from dscale.compiled.layers import add, rotary_table, swiglu
-from dscale.compiled.packed import linear, pack
+from dscale.compiled.packed import is_split, linear, pack
 from dscale.compiled.target import Target
 from dscale.kernels.ops import tile_heads
 from dscale.kernels.reference_heads import rms_norm, rotate
@@ -67,7 +67,7 @@ class DrafterLayer(nn.Module):
 
     def __init__(self, config: DrafterConfig, dtype: torch.dtype) -> None:
         super().__init__()
-        self.packed: dict[str, Tensor] = {}
+        self.aids: dict[str, Tensor] = {}
         c, hidden = config, config.hidden_size
         self.input_norm, self.post_norm = empty(hidden, dtype=dtype), empty(hidden, dtype=dtype)
         self.q_norm, self.k_norm = empty(c.head_dim, dtype=dtype), empty(c.head_dim, dtype=dtype)
@@ -102,6 +102,7 @@ class Drafter(nn.Module):
         c = config
         self.config = config
         self.fingerprint = None
+        self.turn: Tensor | None = None
         self.fc = empty(c.hidden_size, len(c.taps) * c.hidden_size, dtype=dtype)
         self.hidden_norm = empty(c.hidden_size, dtype=dtype)
         projected = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
@@ -161,9 +162,9 @@ class Drafter(nn.Module):
     ) -> Tensor:
         """One pre-norm decoder layer over block rows `[R, D]`."""
         c, w = self.config, self.weights(index)
-        packed = w.packed.get
+        aid = w.aids.get
         normed = rms_norm(x, w.input_norm, c.rms_eps)
-        qkv = linear(normed, self.qkv[index], None, packed("qkv"))
+        qkv = linear(normed, self.qkv[index], None, aid("qkv"))
         qkv_RXE = qkv.view(x.shape[0], -1, c.head_dim)
         q_NXQE, k = tile_heads(
             qkv_RXE, w.q_norm, w.k_norm, cos, sin, rows.row_NT,
@@ -172,17 +173,27 @@ class Drafter(nn.Module):
         cache = pool.layer(index)
         write(cache, rows.slot_R, k, qkv_RXE[:, -c.num_kv_heads :])
         out = attend(q_NXQE, cache, rows, paging, tile, seen)
-        x = add(x, linear(out, w.o, None, packed("o")))
+        x = add(x, linear(out, w.o, None, aid("o")))
         normed = rms_norm(x, w.post_norm, c.rms_eps)
-        return add(x, swiglu(normed, w.gate_up, None, w.down, None, w.packed))
+        return add(x, swiglu(normed, w.gate_up, None, w.down, None, w.aids))
 
     def pack(self) -> None:
         """Keep a copy of the layers' projections in oneDNN's blocked layout (CPU only)."""
         for index in range(self.config.num_layers):
             layer = self.weights(index)
-            layer.packed["qkv"] = pack(self.qkv[index])
+            layer.aids["qkv"] = pack(self.qkv[index])
             for name in ("o", "gate_up", "down"):
-                layer.packed[name] = pack(getattr(layer, name))
+                layer.aids[name] = pack(getattr(layer, name))
+
+    def split(self, turn: Tensor) -> None:
+        """Split the layers' products along K where that is faster (`packed.turns`; GPU)."""
+        self.turn = turn
+        for index in range(self.config.num_layers):
+            layer = self.weights(index)
+            named = {name: getattr(layer, name) for name in ("o", "gate_up", "down")}
+            for name, weight in {"qkv": self.qkv[index], **named}.items():
+                if is_split(weight):
+                    layer.aids[name] = turn
 
     def write_context(
         self, taps_RF: Tensor, position_R: Tensor, slot_R: Tensor, pool: KVPool

@@ -37,14 +37,14 @@ def swiglu(
     gate_up_bias: Tensor | None,
     down: Tensor,
     down_bias: Tensor | None,
-    packed: Mapping[str, Tensor],
+    aids: Mapping[str, Tensor],
 ) -> Tensor:
     """Gated feed-forward: down(silu(gate x) * up x), gate and up stacked in one weight.
 
-    `gate_up` `[2 * intermediate, D]`; `packed` may hold packed copies of "gate_up" and "down".
+    `gate_up` `[2 * intermediate, D]`; `aids` of "gate_up" and "down": see `packed.linear`.
     """
-    gate, up = linear(x, gate_up, gate_up_bias, packed.get("gate_up")).chunk(2, -1)
-    return linear(F.silu(gate) * up, down, down_bias, packed.get("down"))
+    gate, up = linear(x, gate_up, gate_up_bias, aids.get("gate_up")).chunk(2, -1)
+    return linear(F.silu(gate) * up, down, down_bias, aids.get("down"))
 
 
 def frozen(tensor: Tensor | None) -> torch.nn.Parameter | None:

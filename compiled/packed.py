@@ -1,4 +1,5 @@
-"""Linear layers over weights in oneDNN's blocked layout, for passes of a few rows on a CPU."""
+"""Linear layers of few rows, faster than the library's: over weights in oneDNN's blocked layout on
+a CPU, split along K on a GPU."""
 
 from __future__ import annotations
 
@@ -6,8 +7,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dscale.kernels import ops
+from dscale.kernels.linear_plans import plans_for
+
 PACK_ROWS = 16
 """Rows the layout is chosen for: a full block."""
+
+MAX_TILES = 4096
+"""Tiles of a split product at most; the largest of the plans has 768."""
 
 
 def check_packable(device: torch.device, dtype: torch.dtype) -> None:
@@ -26,9 +33,24 @@ def pack(weight: Tensor) -> Tensor:
     return packed
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, packed: Tensor | None) -> Tensor:
-    """`F.linear`, through the packed copy of the weight where there is one."""
-    if packed is None:
+def turns(device: torch.device) -> Tensor:
+    """What split products of a model take turns with (`kernels.ops.linear`)."""
+    turn = torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
+    torch._dynamo.mark_static_address(turn)
+    return turn
+
+
+def is_split(weight: Tensor) -> bool:
+    """Whether some product with this weight is split on the GPU it is on."""
+    return any(plan is not None for plan in plans_for(weight).values())
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, aid: Tensor | None) -> Tensor:
+    """`F.linear`. `aid`: what a faster product needs, the weight's `pack` or `turns`; None for the
+    library's."""
+    if aid is None:
         return F.linear(x, weight, bias)
-    out: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+    if aid.dtype == torch.int32:
+        return ops.linear(x, weight, bias, aid)
+    out: Tensor = torch.ops.mkldnn._linear_pointwise(x, aid, bias, "none", [], "")
     return out

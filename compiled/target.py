@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from dscale.compiled.attention import Rows, Tile, Visibility, attend, visibility
 from dscale.compiled.kv import KVPool, Paging, write
 from dscale.compiled.layers import add, frozen, rotary_table, swiglu
-from dscale.compiled.packed import linear, pack
+from dscale.compiled.packed import is_split, linear, pack
 from dscale.kernels.ops import tile_heads
 from dscale.kernels.reference_heads import rms_norm
 
@@ -58,7 +58,7 @@ class Layer(nn.Module):
     def __init__(self, config: TargetConfig, tensors: dict[str, Tensor | None]) -> None:
         super().__init__()
         self.config = config
-        self.packed: dict[str, Tensor] = {}
+        self.aids: dict[str, Tensor] = {}
         for name in (
             "input_norm", "qkv", "qkv_bias", "q_norm", "k_norm", "o", "o_bias",
             "post_norm", "gate_up", "gate_up_bias", "down", "down_bias",
@@ -86,10 +86,10 @@ class Layer(nn.Module):
         The residual stream comes and goes as two terms, x + branch: a compiled region then adds
         them in the kernel of the norm that follows, in the next region."""
         c, pool, num_rows = self.config, (key_pool, value_pool), x.shape[0]
-        packed = self.packed.get
+        aid = self.aids.get
         x = add(x, branch)
         normed = rms_norm(x, self.input_norm, c.rms_eps)
-        qkv = linear(normed, self.qkv, self.qkv_bias, packed("qkv"))
+        qkv = linear(normed, self.qkv, self.qkv_bias, aid("qkv"))
         qkv_RXE = qkv.view(num_rows, -1, c.head_dim)
         q_NXQE, k = tile_heads(
             qkv_RXE, self.q_norm, self.k_norm, cos, sin, rows.row_NT,
@@ -98,16 +98,22 @@ class Layer(nn.Module):
         )  # fmt: skip
         write(pool, rows.slot_R, k, qkv_RXE[:, -c.num_kv_heads :])
         out = attend(q_NXQE, pool, rows, paging, tile, seen)
-        x = add(x, linear(out, self.o, self.o_bias, packed("o")))
+        x = add(x, linear(out, self.o, self.o_bias, aid("o")))
         normed = rms_norm(x, self.post_norm, c.rms_eps)
         return x, swiglu(
-            normed, self.gate_up, self.gate_up_bias, self.down, self.down_bias, self.packed
+            normed, self.gate_up, self.gate_up_bias, self.down, self.down_bias, self.aids
         )
 
     def pack(self) -> None:
         """Keep a copy of the projections in oneDNN's blocked layout and use it (CPU only)."""
         for name in ("qkv", "o", "gate_up", "down"):
-            self.packed[name] = pack(getattr(self, name))
+            self.aids[name] = pack(getattr(self, name))
+
+    def split(self, turn: Tensor) -> None:
+        """Split the projections' products along K where that is faster (`packed.turns`; GPU)."""
+        for name in ("qkv", "o", "gate_up", "down"):
+            if is_split(getattr(self, name)):
+                self.aids[name] = turn
 
 
 class Target(nn.Module):
@@ -135,6 +141,7 @@ class Target(nn.Module):
             self.register_parameter(name, frozen(weight))
         self.layers = nn.ModuleList(Layer(config, tensors) for tensors in layers)
         self.packed_head: Tensor | None = None
+        self.turn: Tensor | None = None
         self.register_buffer("inv_freq", inv_freq.float(), persistent=False)
 
     def pack(self) -> None:
@@ -146,6 +153,13 @@ class Target(nn.Module):
             assert isinstance(layer, Layer)
             layer.pack()
         self.packed_head = pack(self.head)
+
+    def split(self, turn: Tensor) -> None:
+        """Split the projections' products along K where that is faster (`packed.turns`; GPU)."""
+        self.turn = turn
+        for layer in self.layers:
+            assert isinstance(layer, Layer)
+            layer.split(turn)
 
     @property
     def group(self) -> int:

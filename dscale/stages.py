@@ -10,6 +10,7 @@ from dscale.compiled.attention import VERIFY_TILE, Tile
 from dscale.compiled.capture import capture, compiled
 from dscale.compiled.decide import Anchors, Decide
 from dscale.compiled.drafter import Drafter
+from dscale.compiled.packed import turns
 from dscale.compiled.predictor import Predictor
 from dscale.compiled.prefill import Prefill, PromptPass
 from dscale.compiled.sampling import Chooser
@@ -59,6 +60,8 @@ def build_stages(
     """Make the stages; with `captured` each is compiled at its first call. `prompt`: see
     `prompt_stage`; None makes one that is not compiled."""
     pool, draft_pool = workspace.pool, workspace.draft_pool
+    if flex:
+        split_products(target, drafter)
     shared = (target, pool, drafter, draft_pool)
     wrap: Callable[[Any], Stage] = capture if captured else _as_is
     rows = 1 if drafter is None else config.uniform_rows(drafter.config.block_size)
@@ -82,6 +85,15 @@ def build_stages(
         verify=wrap(Verify(*shared, rows, chooser, verify_tile(config, rows, flex))),
         host_lengths=config.mode == "+budget",
     )
+
+
+def split_products(target: Target, drafter: Drafter | None) -> None:
+    """Let both take turns in the same buffer at the products that kernels/linear_plans splits."""
+    if target.turn is None:
+        target.split(turns(target.inv_freq.device))
+    if drafter is not None and drafter.turn is None:
+        assert target.turn is not None
+        drafter.split(target.turn)
 
 
 def prompt_stage(

@@ -1,5 +1,5 @@
-"""The custom operations: schemas, shapes, argument checks and dispatch, without Triton; that of a
-layer's heads has a file of its own.
+"""The custom operations: schemas, shapes, argument checks and dispatch, without Triton; those of
+a layer have files of their own.
 
 On the CPU an operation is its eager reference; its Triton launcher is imported when it first runs
 on a GPU. All are functional: results are new tensors, and a stage that hands them on in a
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from dscale.kernels import reference_rows, reference_statistics
 from dscale.kernels.head_ops import tile_heads as tile_heads
+from dscale.kernels.linear_ops import linear as linear
 from dscale.kernels.reference_rows import SEEDS, TILE, PackedRows
 from dscale.kernels.reference_statistics import TOP, RowStatistics
 from dscale.kernels.registry import expect, expect_tensor, implement

@@ -1,4 +1,8 @@
-"""Triton launcher of row_statistics: one pass over the logits, split over parts of a row."""
+"""Triton launcher of row_statistics: one pass over the logits, split over parts of a row, then one
+program a row.
+
+The first kernel keeps a maximum for every group of columns, by shuffles inside a warp alone. The
+16 groups with the largest maxima hold 16 largest logits, so the second looks for them there."""
 
 from __future__ import annotations
 
@@ -9,149 +13,180 @@ from torch import Tensor
 
 from dscale.kernels.reference_statistics import TOP
 
-BLOCK = 2048
-MAX_PARTS = 8
-ENOUGH_PROGRAMS = 512  # a few per multiprocessor of a large GPU
+GROUPS = 256
+RUN = 16
+"""Columns side by side in a group; a group has as many in every chunk of GROUPS * RUN."""
+CHUNK = GROUPS * RUN
+MAX_CHUNKS = 8
 
 
-def num_parts(rows: int, vocab: int) -> int:
-    """Parts a row is split into (a power of two): more while the grid is small and parts long."""
-    parts = 1
-    while parts < MAX_PARTS and rows * parts < ENOUGH_PROGRAMS and vocab > 8 * BLOCK * parts:
-        parts *= 2
-    return parts
+def split(vocab: int) -> tuple[int, int]:
+    """Parts of a row (a power of two) and chunks of a part."""
+    chunks = triton.cdiv(vocab, CHUNK)
+    parts = triton.next_power_of_2(triton.cdiv(chunks, MAX_CHUNKS))
+    return parts, triton.cdiv(chunks, parts)
 
 
 def row_statistics(logit_RV: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The reference's contract, on a GPU or under Triton's interpreter. Two launches."""
     rows, vocab = logit_RV.shape
     logit_RV = logit_RV if logit_RV.stride(1) == 1 else logit_RV.contiguous()
-    parts = num_parts(rows, vocab)
-    floats = logit_RV.new_empty((rows, parts, TOP + 3), dtype=torch.float32)
-    indices = logit_RV.new_empty((rows, parts), dtype=torch.int32)
+    parts, chunks = split(vocab)
+    sums = logit_RV.new_empty((rows, parts, 3), dtype=torch.float32)
+    nan_at = logit_RV.new_empty((rows, parts), dtype=torch.int32)
+    peak = logit_RV.new_empty((rows, parts, GROUPS), dtype=torch.float32)
+    at = logit_RV.new_empty((rows, parts, GROUPS), dtype=torch.int32)
     top_RT = logit_RV.new_empty((rows, TOP), dtype=torch.float32)
     index_R = logit_RV.new_empty((rows,), dtype=torch.int64)
     lse_R = logit_RV.new_empty((rows,), dtype=torch.float32)
     entropy_R = torch.empty_like(lse_R)
     if rows:
-        span = triton.cdiv(triton.cdiv(vocab, parts), BLOCK) * BLOCK
-        _part_statistics[(rows, parts)](
-            logit_RV, floats, indices, vocab, logit_RV.stride(0), span, BLOCK, TOP, num_warps=4
-        )
-        _join_parts[(rows,)](
-            floats, indices, top_RT, index_R, lse_R, entropy_R, parts, TOP, num_warps=4
-        )
+        _group_statistics[(rows, parts)](
+            logit_RV, sums, nan_at, peak, at, vocab, logit_RV.stride(0),
+            chunks, GROUPS, RUN, num_warps=4,
+        )  # fmt: skip
+        _join_groups[(rows,)](
+            logit_RV, sums, nan_at, peak, at, top_RT, index_R, lse_R, entropy_R, vocab,
+            logit_RV.stride(0), parts, chunks, triton.next_power_of_2(chunks), GROUPS, RUN, TOP,
+            num_warps=4,
+        )  # fmt: skip
     return top_RT, index_R, lse_R, entropy_R
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _part_statistics(
+def _group_statistics(
     logit: tl.tensor,
-    floats: tl.tensor,
-    indices: tl.tensor,
+    sums: tl.tensor,
+    nan_at: tl.tensor,
+    peak_out: tl.tensor,
+    at_out: tl.tensor,
     vocab: tl.tensor,
     row_stride: tl.tensor,
-    span: tl.tensor,
-    BLOCK: tl.constexpr,
-    TOP: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    RUN: tl.constexpr,
 ) -> None:
-    """Of columns part * span on: the TOP largest (in no order), peak, sum of exp(x - peak), sum of
-    (x - peak) exp(x - peak), and the index of the peak, or of the first NaN."""
+    """Of a part of a row: each group's peak and the first column of the run that holds it first;
+    the part's peak, sum of exp(x - peak), sum of (x - peak) exp(x - peak) and first NaN."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
-    first = part * span
-    last = tl.minimum(first + span, vocab)
+    cell = row * tl.num_programs(1) + part
     inf = float("inf")
-    top = tl.full([TOP], -inf, tl.float32)
-    rank = tl.arange(0, TOP)
-    least = -inf
-    peak = -inf
-    total = 0.0
-    weighted = 0.0
-    index = first
-    nan_at = vocab
+    group = tl.arange(0, GROUPS)
+    start = part * (CHUNKS * GROUPS * RUN) + group * RUN
+    column = start[:, None] + tl.arange(0, RUN)[None, :]
     logit += row * row_stride
-    column = first + tl.arange(0, BLOCK)
+    peak = tl.full([GROUPS], -inf, tl.float32)
+    total = tl.zeros([GROUPS], tl.float32)
+    weighted = tl.zeros([GROUPS], tl.float32)
+    at = start
+    last = tl.minimum((part + 1) * (CHUNKS * GROUPS * RUN), vocab)
     loaded = tl.load(logit + column, mask=column < last, other=-inf)
-    for _ in range(first, last, BLOCK):
+    for chunk in range(CHUNKS):
         is_inside = column < last
         x = loaded.to(tl.float32)
         # Read ahead, so that the next chunk is on its way while this one is worked on.
-        following = column + BLOCK
-        loaded = tl.load(logit + following, mask=following < last, other=-inf)
+        column += GROUPS * RUN
+        loaded = tl.load(logit + column, mask=column < last, other=-inf)
         is_nan = x != x
         x = tl.where(is_nan, -inf, x)
-        highest = tl.max(x, 0)
-        if highest > peak:
-            index = tl.min(tl.where(x == highest, column, vocab), 0)
+        highest = tl.max(x, 1)
+        at = tl.where(highest > peak, start + chunk * (GROUPS * RUN), at)
         old_peak = peak
         peak = tl.maximum(peak, highest)
         scale = tl.where(old_peak == peak, 1.0, tl.exp(old_peak - peak))
         shift = tl.where((old_peak == peak) | (scale == 0.0), 0.0, old_peak - peak)
-        below = tl.where(x == peak, 0.0, x - peak)
+        below = tl.where(x == peak[:, None], 0.0, x - peak[:, None])
         weight = tl.where(is_nan, float("nan"), tl.where(is_inside, tl.exp(below), 0.0))
         weighted = (weighted + shift * total) * scale
-        weighted += tl.sum(tl.where(weight == 0.0, 0.0, below * weight), 0)
-        total = total * scale + tl.sum(weight, 0)
-        if (total != total) & (nan_at == vocab):
-            nan_at = tl.min(tl.where(is_nan, column, vocab), 0)
-        # Take the chunk's values from the highest down, all equal ones at once, while they beat
-        # the least of the top; each replaces that many of the smallest.
-        while highest > least:
-            hits = tl.sum((x == highest).to(tl.int32), 0)
-            is_before = (top[None, :] < top[:, None]) | (
-                (top[None, :] == top[:, None]) & (rank[None, :] < rank[:, None])
-            )
-            from_least = tl.sum(is_before.to(tl.int32), 1)
-            top = tl.where((from_least < hits) & (top < highest), highest, top)
-            least = tl.min(top, 0)
-            x = tl.where(x == highest, -inf, x)
-            highest = tl.max(x, 0)
-        column = following
-    cell = row * tl.num_programs(1) + part
-    out = floats + cell * (TOP + 3)
-    tl.store(out + rank, top)
-    tl.store(out + TOP, peak)
-    tl.store(out + TOP + 1, total)
-    tl.store(out + TOP + 2, weighted)
-    tl.store(indices + cell, tl.where(nan_at < vocab, nan_at, index))
+        weighted += tl.sum(tl.where(weight == 0.0, 0.0, below * weight), 1)
+        total = total * scale + tl.sum(weight, 1)
+    tl.store(peak_out + cell * GROUPS + group, peak)
+    tl.store(at_out + cell * GROUPS + group, at)
+    best, row_total, row_weighted = _joined(peak, total, weighted)
+    tl.store(sums + cell * 3, best)
+    tl.store(sums + cell * 3 + 1, row_total)
+    tl.store(sums + cell * 3 + 2, row_weighted)
+    first_nan = vocab
+    if row_total != row_total:
+        column = start[:, None] + tl.arange(0, RUN)[None, :]
+        for _ in range(CHUNKS):
+            x = tl.load(logit + column, mask=column < vocab, other=0.0).to(tl.float32)
+            lowest = tl.min(tl.min(tl.where(x != x, column, vocab), 1), 0)
+            first_nan = tl.minimum(first_nan, lowest)
+            column += GROUPS * RUN
+    tl.store(nan_at + cell, first_nan)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _join_parts(
-    floats: tl.tensor,
-    indices: tl.tensor,
+def _joined(
+    peak: tl.tensor, total: tl.tensor, weighted: tl.tensor
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """The three sums of several sets of columns, over all of them."""
+    best = tl.max(peak, 0)
+    scale = tl.where(peak == best, 1.0, tl.exp(peak - best))
+    shift = tl.where((peak == best) | (scale == 0.0), 0.0, peak - best)
+    return best, tl.sum(total * scale, 0), tl.sum((weighted + shift * total) * scale, 0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _join_groups(
+    logit: tl.tensor,
+    sums: tl.tensor,
+    nan_at: tl.tensor,
+    peak_in: tl.tensor,
+    at_in: tl.tensor,
     top_out: tl.tensor,
     index_out: tl.tensor,
     lse_out: tl.tensor,
     entropy_out: tl.tensor,
+    vocab: tl.tensor,
+    row_stride: tl.tensor,
     PARTS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    CHUNKS_BLOCK: tl.constexpr,
+    GROUPS: tl.constexpr,
+    RUN: tl.constexpr,
     TOP: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
-    part = tl.arange(0, PARTS)
-    base = floats + (row * PARTS + part) * (TOP + 3)
-    peak = tl.load(base + TOP)
-    total = tl.load(base + TOP + 1)
-    weighted = tl.load(base + TOP + 2)
-    index = tl.load(indices + row * PARTS + part)
-    best = tl.max(peak, 0)
-    scale = tl.where(peak == best, 1.0, tl.exp(peak - best))
-    shift = tl.where((peak == best) | (scale == 0.0), 0.0, peak - best)
-    row_weighted = tl.sum((weighted + shift * total) * scale, 0)
-    row_total = tl.sum(total * scale, 0)
-    is_nan = row_total != row_total
-    is_winner = tl.where(is_nan, total != total, peak == best)
-    tl.store(index_out + row, tl.min(tl.where(is_winner, index, 2147483647), 0).to(tl.int64))
-    log_total = tl.log(row_total)
-    tl.store(lse_out + row, tl.where(is_nan, row_total, best + log_total))
-    tl.store(entropy_out + row, log_total - row_weighted / row_total)
-
-    item = tl.arange(0, PARTS * TOP)
-    value = tl.load(floats + (row * PARTS + item // TOP) * (TOP + 3) + item % TOP)
-    is_before = (value[None, :] > value[:, None]) | (
-        (value[None, :] == value[:, None]) & (item[None, :] < item[:, None])
+    logit += row * row_stride
+    inf = float("inf")
+    part = row * PARTS + tl.arange(0, PARTS)
+    best, total, weighted = _joined(
+        tl.load(sums + part * 3), tl.load(sums + part * 3 + 1), tl.load(sums + part * 3 + 2)
     )
-    rank = tl.sum(is_before.to(tl.int32), 1)
-    value = tl.where(is_nan, row_total, value)
-    tl.store(top_out + row * TOP + rank, value, mask=rank < TOP)
+    is_nan = total != total
+    log_total = tl.log(total)
+    tl.store(lse_out + row, tl.where(is_nan, total, best + log_total))
+    tl.store(entropy_out + row, log_total - weighted / total)
+
+    group = tl.arange(0, PARTS * GROUPS)
+    peak = tl.load(peak_in + row * (PARTS * GROUPS) + group)
+    at = tl.load(at_in + row * (PARTS * GROUPS) + group)
+    run = tl.min(tl.where(peak == best, at, vocab), 0) + tl.arange(0, RUN)
+    x = tl.load(logit + run, mask=run < vocab, other=-inf).to(tl.float32)
+    index = tl.min(tl.where((x == best) & (run < vocab), run, vocab), 0)
+    index = tl.where(is_nan, tl.min(tl.load(nan_at + part), 0), index)
+    tl.store(index_out + row, index.to(tl.int64))
+
+    rank = tl.arange(0, TOP)
+    chosen = tl.full([TOP], -1, tl.int32)
+    for place in range(TOP):
+        highest, which = tl.max(peak, 0, return_indices=True)
+        # Groups that are left have nothing above -inf, which is what fills the places.
+        chosen = tl.where(rank == place, tl.where(highest > -inf, which, -1), chosen)
+        peak = tl.where(group == which, -inf, peak)
+    chunk = tl.arange(0, CHUNKS_BLOCK)[None, :, None]
+    start = chosen // GROUPS * (CHUNKS * GROUPS * RUN) + chosen % GROUPS * RUN
+    column = start[:, None, None] + chunk * (GROUPS * RUN) + tl.arange(0, RUN)[None, None, :]
+    mask = (chosen >= 0)[:, None, None] & (chunk < CHUNKS) & (column < vocab)
+    x = tl.load(logit + column, mask=mask, other=-inf).to(tl.float32)
+    x = tl.reshape(x, [TOP * CHUNKS_BLOCK * RUN], can_reorder=True)
+    item = tl.arange(0, TOP * CHUNKS_BLOCK * RUN)
+    top = tl.full([TOP], -inf, tl.float32)
+    for place in range(TOP):
+        highest, which = tl.max(x, 0, return_indices=True)
+        top = tl.where(rank == place, highest, top)
+        x = tl.where(item == which, -inf, x)
+    tl.store(top_out + row * TOP + rank, tl.where(is_nan, total, top))

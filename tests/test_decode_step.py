@@ -144,7 +144,7 @@ def graph(start: float, launch: int, names: list[str], length: float = 2.0) -> l
     return [Kernel(name, start + i * (length + 1), length, launch) for i, name in enumerate(names)]
 
 
-DECIDE = ["gemm"] * 20 + ["sgemm_hidden", "_part_statistics", "_join_parts", "mlp", "_pack"]
+DECIDE = ["gemm"] * 20 + ["sgemm_hidden", "_part_statistics", "_join_groups", "mlp", "_pack"]
 VERIFY = ["gemm"] * 30
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dscale.kernels import ops
 
-NAMES = ["row_statistics", "allocate_budget", "pack_rows", "accept_prefix", "tile_heads"]
+NAMES = ["row_statistics", "allocate_budget", "pack_rows", "accept_prefix", "tile_heads", "linear"]
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])]
 
@@ -41,6 +41,12 @@ def arguments(name: str, lanes: int, device: str = "cpu") -> tuple[Any, ...]:
             2,
             4,
             1e-6,
+        ),
+        "linear": (
+            torch.randn(lanes, 32, generator=generator),
+            torch.randn(32, 32, generator=generator),
+            torch.randn(32, generator=generator),
+            torch.zeros(4, dtype=torch.int32),
         ),
     }[name]
     return tuple(x.to(device) if isinstance(x, Tensor) else x for x in args)

@@ -12,6 +12,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from dscale.kernels.linear_plans import Plan
 
 TESTS = Path(__file__).parent
 TYPES = {
@@ -23,7 +26,8 @@ TYPES = {
     int: "i32",
     float: "fp32",
 }
-HELPERS = {"_head"}  # called by a kernel, not launched
+HELPERS = {"_head", "_joined", "_finish"}  # called by a kernel, not launched
+LAUNCHERS = {"linear": "split_linear"}  # where it is not named as the operation
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here the kernels are tested on the GPU")
@@ -64,11 +68,17 @@ class CompileOnly:
             if parameter.is_constexpr:
                 signature[parameter.name], constants[parameter.name] = "constexpr", value
             else:
-                kind = value.dtype if isinstance(value, Tensor) else type(value)
-                signature[parameter.name] = TYPES[kind]
+                signature[parameter.name] = type_of(value)
         source = ASTSource(self.kernel, signature, constexprs=constants)
         target = GPUTarget("cuda", 90, 32)
         self.names.append(triton.compile(source, target=target, options=options).name)
+
+
+def type_of(value: Any) -> str:
+    """As signatures name it."""
+    if isinstance(value, TensorDescriptor):
+        return f"tensordesc<{TYPES[value.base.dtype][1:]}{list(value.block_shape)}>"
+    return TYPES[value.dtype if isinstance(value, Tensor) else type(value)]
 
 
 def arguments(name: str, lanes: int, dtype: torch.dtype) -> tuple[Any, ...]:
@@ -83,12 +93,14 @@ def arguments(name: str, lanes: int, dtype: torch.dtype) -> tuple[Any, ...]:
         "pack_rows": (ints, table, longs, ints, ints[:, None], 8 * lanes, 128),
         "accept_prefix": (table, ints, longs, torch.ones(8 * lanes).long()),
         "tile_heads": (heads, norm, norm, half, half, cell, 3, 3, 1e-6),
+        "linear": (heads[0], heads[0], None, ints, Plan(64, 64, 64, 4, 3, 4)),
     }[name]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here the kernels are compiled anyway")
 @pytest.mark.parametrize(
-    "name", ["row_statistics", "allocate_budget", "pack_rows", "accept_prefix", "tile_heads"]
+    "name",
+    ["row_statistics", "allocate_budget", "pack_rows", "accept_prefix", "tile_heads", "linear"],
 )
 def test_kernels_compile_for_an_h200(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiler refuses what the interpreter lets pass."""
@@ -99,6 +111,6 @@ def test_kernels_compile_for_an_h200(name: str, monkeypatch: pytest.MonkeyPatch)
     for kernel, stand in stands.items():
         monkeypatch.setattr(module, kernel, stand)
     for lanes, dtype in ((1, torch.float32), (33, torch.bfloat16)):
-        getattr(module, name)(*arguments(name, lanes, dtype))
+        getattr(module, LAUNCHERS.get(name, name))(*arguments(name, lanes, dtype))
     assert kernels
     assert {k: len(stand.names) for k, stand in stands.items()} == dict.fromkeys(kernels, 2)

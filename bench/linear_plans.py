@@ -1,0 +1,222 @@
+"""Which products the split kernel should do, and in what tiles, measured on this GPU.
+
+`python -m bench.linear_plans --models 8b 4b` tries every tile on every projection and writes the
+table that the products read, kernels/tuned/linear.json, beside the library's time for each.
+Weights are read from memory, not from the L2 cache: copies take turns. `TRITON_INTERPRET=1 python
+-m bench.linear_plans --tiny --out FILE` goes through it at toy size on a CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+from itertools import product
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from bench.graphs import BYTES_PER_S
+from bench.result_files import ResultFile
+from bench.rows import environment
+from bench.shapes import SHAPES, Shape
+from dscale.kernels.linear_plans import FILE, Plan
+
+KEYS = ("capability", "processors", "columns", "inner", "rows")
+ROWS = (16, 64, 128, 256)
+PARTS = (1, 2, 3, 4, 6, 8)
+SHARED = (110 * 1024, 222 * 1024)
+"""Shared memory of a program when two, or one, are to fit on a Hopper multiprocessor."""
+SPREAD = 384 * 2**20  # bytes of weights in turn: six times an H200's L2 cache
+WORTH = 0.97
+"""Of the library's time, to be worth an entry: repeated measurements differ by 1 to 2 %."""
+
+Run = Callable[[Tensor, Tensor], Tensor]
+
+
+def weights_of(shape: Shape) -> dict[str, tuple[int, int]]:
+    """(columns, inner) of a layer's projections."""
+    projected = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+    return {
+        "qkv": (projected, shape.hidden),
+        "o": (shape.hidden, shape.heads * shape.head_dim),
+        "gate_up": (2 * shape.intermediate, shape.hidden),
+        "down": (shape.hidden, shape.intermediate),
+    }
+
+
+def candidates(rows: int, columns: int, inner: int) -> Iterator[Plan]:
+    """Tiles worth a try: as deep a pipeline as one or two programs a multiprocessor allow."""
+    heights = {16: (16, 64), 64: (64,), 128: (64, 128), 256: (128, 256)}[rows]
+    for height, width, depth, parts, shared in product(
+        heights, (32, 64, 128, 256), (64, 128), PARTS, SHARED
+    ):
+        stages = min(shared // (2 * depth * (height + width)), 8)
+        tiles = -(-rows // height) * -(-columns // width)
+        too_small = tiles * parts < 48 or parts * depth * 4 > inner
+        if stages < 3 or height * width > 2**15 or too_small or tiles * parts > 1600:
+            continue
+        warps = (8,) if height * width >= 2**15 else (4, 8) if height * width >= 2**14 else (4,)
+        for count in warps:
+            yield Plan(height, width, depth, parts, stages, count)
+
+
+def kernel(plan: Plan) -> Plan:
+    """Plans that differ in parts alone have one kernel."""
+    return replace(plan, parts=1)
+
+
+class Clock:
+    """Times products over weights that take turns, in one captured graph on a GPU."""
+
+    def __init__(self, rows: int, columns: int, inner: int, device: torch.device) -> None:
+        self.device, self.cuda = device, device.type == "cuda"
+        dtype = torch.bfloat16 if self.cuda else torch.float16
+        copies = max(2, -(-SPREAD // (2 * columns * inner))) if self.cuda else 1
+        self.weights = [
+            torch.randn(columns, inner, device=device).to(dtype) for _ in range(copies)
+        ]
+        self.x = torch.randn(rows, inner, device=device).to(dtype)
+        self.turns = -(-12 // copies) if self.cuda else 1
+
+    def microseconds(self, run: Run, repeats: int) -> float:
+        """Median time of one product."""
+        if not self.cuda:
+            began = time.perf_counter()
+            run(self.x, self.weights[0])
+            return 1e6 * (time.perf_counter() - began)
+        run(self.x, self.weights[0])
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(self.turns):
+                for weight in self.weights:
+                    run(self.x, weight)
+        graph.replay()
+        found = []
+        for _ in range(repeats):
+            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            first.record()
+            graph.replay()
+            last.record()
+            last.synchronize()
+            found.append(1e3 * first.elapsed_time(last) / (self.turns * len(self.weights)))
+        return median(found)
+
+
+def library(x: Tensor, weight: Tensor) -> Tensor:
+    """What is to be beaten."""
+    return torch.nn.functional.linear(x, weight)
+
+
+def split(plan: Plan, turn: Tensor) -> Run:
+    """A product in a plan's tiles."""
+    from dscale.kernels.linear import split_linear
+
+    return lambda x, weight: split_linear(x, weight, None, turn, plan)
+
+
+def compile_all(plans: Sequence[Plan], device: torch.device) -> set[Plan]:
+    """Compile each plan's kernel, several at a time; returns those that the GPU takes."""
+    turn = torch.zeros(4096, dtype=torch.int32, device=device)
+    x, weight = (torch.ones(n, 2048, device=device, dtype=torch.bfloat16) for n in (256, 4096))
+    works: set[Plan] = set()
+
+    def run(plan: Plan) -> None:
+        try:
+            split(plan, turn.clone())(x, weight)
+            torch.cuda.synchronize()
+            works.add(plan)
+        except Exception as error:
+            tqdm.write(f"{plan}: {type(error).__name__}: {str(error)[:100]}")
+
+    # One thread first, so that what they share is made once.
+    run(plans[0])
+    with ThreadPoolExecutor(12) as pool:
+        list(tqdm(pool.map(run, plans[1:]), total=len(plans) - 1, desc="compile", mininterval=2))
+    return works
+
+
+def best(
+    rows: int, columns: int, inner: int, plans: Sequence[Plan], device: torch.device
+) -> dict[str, Any]:
+    """A row of the table: the fastest plan and the library, both measured again at the end."""
+    clock, turn = Clock(rows, columns, inner, device), torch.zeros(4096, dtype=torch.int32)
+    turn = turn.to(device)
+    first = {plan: clock.microseconds(split(plan, turn), 3) for plan in plans}
+    again = {
+        plan: clock.microseconds(split(plan, turn), 15)
+        for plan in sorted(first, key=first.__getitem__)[:6]
+    }
+    theirs = clock.microseconds(library, 15)
+    plan = min(again, key=again.__getitem__)
+    got, want = (f(clock.x, clock.weights[0]).float() for f in (split(plan, turn), library))
+    error = float((got - want).abs().max() / want.abs().max())
+    if not error < 0.02:
+        raise RuntimeError(f"{plan}: {rows} x {columns} x {inner} is off by {error}")
+    return {
+        "columns": columns,
+        "inner": inner,
+        "rows": rows,
+        "split": again[plan] < WORTH * theirs,
+        **asdict(plan),
+        "us": round(again[plan], 2),
+        "library_us": round(theirs, 2),
+        "floor_us": round(1e6 * 2 * columns * inner / BYTES_PER_S, 2),
+        "tried": len(plans),
+    }
+
+
+def main() -> None:
+    args = parse()
+    device = torch.device("cpu" if args.tiny else "cuda:0")
+    base = environment(args.commit) | {"capability": "", "processors": 0}
+    if not args.tiny:
+        of = torch.cuda.get_device_properties(0)
+        base |= {"capability": f"{of.major}.{of.minor}", "processors": of.multi_processor_count}
+    file = ResultFile(args.out, KEYS, base)
+    cases = [
+        (rows, columns, inner)
+        for name in args.models
+        for columns, inner in weights_of(SHAPES[name]).values()
+        for rows in args.rows
+    ]
+    plans = {case: list(candidates(*case)) for case in cases}
+    if args.tiny:
+        cases, plans = [(16, 64, 128)], {(16, 64, 128): [Plan(16, 32, 64, 2, 2, 4)]}
+    else:
+        kernels = {kernel(p): p for found in plans.values() for p in found}
+        works = compile_all(list(kernels.values()), device)
+        plans = {c: [p for p in plans[c] if kernels[kernel(p)] in works] for c in cases}
+    for case in tqdm(cases, desc="products", unit="product"):
+        row = best(*case, plans[case], device)
+        tqdm.write(str(row))
+        file.put(row)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", nargs="+", choices=list(SHAPES), default=["8b", "4b"])
+    parser.add_argument("--rows", nargs="+", type=int, choices=ROWS, default=list(ROWS))
+    parser.add_argument("--tiny", action="store_true", help="toy size, on a CPU")
+    parser.add_argument("--out", type=Path, default=FILE)
+    parser.add_argument("--commit")
+    args = parser.parse_args()
+    if args.tiny:
+        if os.environ.get("TRITON_INTERPRET") != "1" or args.out == FILE:
+            parser.error("--tiny needs TRITON_INTERPRET=1 in the environment and another --out")
+        args.models = []
+    elif not torch.cuda.is_available():
+        parser.error("needs a CUDA device; --tiny runs it at toy size under the interpreter")
+    return args
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""Triton launcher of linear: the weight read once, in tiles that several programs share along K.
+
+Passes of 16 to 256 rows are bound by reading the weight, and a library's tile leaves
+multiprocessors idle where the weight is small (qkv and o of an 8B model: 96 and 64 tiles for
+132)."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from dscale.kernels.linear_plans import Plan, plan
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, turn: Tensor) -> Tensor:
+    """The reference's contract on a GPU: by this kernel where a plan says it is faster, else by
+    the library."""
+    found = plan(x, weight)
+    if found is None or found.tiles(x.shape[0], weight.shape[0]) > turn.numel():
+        return torch.nn.functional.linear(x, weight, bias)
+    return split_linear(x, weight, bias, turn, found)
+
+
+def split_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, turn: Tensor, plan: Plan
+) -> Tensor:
+    """x `[M, K]` by weight `[N, K]` transposed, in the tiles of a plan. One launch, and the same
+    result every time: the last program of a tile adds all parts, in their order.
+
+    `turn`: int32 zeros, one for each tile at least; zeros again afterwards."""
+    rows, inner = x.shape
+    columns = weight.shape[0]
+    out = x.new_empty((rows, columns))
+    parts = plan.parts
+    part_sum = x.new_empty((parts if parts > 1 else 1, rows, columns), dtype=torch.float32)
+    x = x.contiguous()
+    _split_linear[(plan.tiles(rows, columns) * parts,)](
+        TensorDescriptor.from_tensor(x, [plan.block_m, plan.block_k]),
+        TensorDescriptor.from_tensor(weight, [plan.block_n, plan.block_k]),
+        x if bias is None else bias,
+        out,
+        part_sum,
+        turn,
+        rows,
+        columns,
+        inner,
+        parts,
+        bias is not None,
+        plan.block_m,
+        plan.block_n,
+        plan.block_k,
+        num_warps=plan.warps,
+        num_stages=plan.stages,
+    )
+    return out
+
+
+@triton.jit(do_not_specialize=["rows", "parts"])  # type: ignore[untyped-decorator]
+def _split_linear(
+    x_tiles: tl.tensor,
+    weight_tiles: tl.tensor,
+    bias: tl.tensor,
+    out: tl.tensor,
+    part_sum: tl.tensor,
+    turn: tl.tensor,
+    rows: tl.tensor,
+    columns: tl.tensor,
+    inner: tl.tensor,
+    parts: tl.tensor,
+    BIASED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+) -> None:
+    across = tl.cdiv(rows, BLOCK_M)
+    tiles = across * tl.cdiv(columns, BLOCK_N)
+    program = tl.program_id(0)
+    tile, part = program % tiles, program // tiles
+    # Tiles of the same weight rows side by side: the second reads them from the L2 cache.
+    row_0, column_0 = tile % across * BLOCK_M, tile // across * BLOCK_N
+    blocks = tl.cdiv(inner, BLOCK_K)
+    first, last = part * blocks // parts, (part + 1) * blocks // parts
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for block in range(first, last):
+        left = x_tiles.load([row_0, block * BLOCK_K])
+        right = weight_tiles.load([column_0, block * BLOCK_K])
+        total = tl.dot(left, right.T, total)
+    row = row_0 + tl.arange(0, BLOCK_M)
+    column = column_0 + tl.arange(0, BLOCK_N)
+    mask = (row < rows)[:, None] & (column < columns)[None, :]
+    at = row.to(tl.int64)[:, None] * columns + column[None, :]
+    if parts > 1:
+        size = rows.to(tl.int64) * columns
+        tl.store(part_sum + part * size + at, total, mask=mask)
+        # All threads' sums are written before one of them says so.
+        tl.debug_barrier()
+        is_last = tl.atomic_add(turn + tile, 1, sem="acq_rel") == parts - 1
+        if is_last:
+            total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+            for other in range(parts):
+                total += tl.load(part_sum + other * size + at, mask=mask, cache_modifier=".cg")
+            tl.store(turn + tile, 0)
+            _finish(total, bias, out, at, column, columns, mask, BIASED)
+    else:
+        _finish(total, bias, out, at, column, columns, mask, BIASED)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _finish(
+    total: tl.tensor,
+    bias: tl.tensor,
+    out: tl.tensor,
+    at: tl.tensor,
+    column: tl.tensor,
+    columns: tl.tensor,
+    mask: tl.tensor,
+    BIASED: tl.constexpr,
+) -> None:
+    if BIASED:
+        total += tl.load(bias + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=mask)
