@@ -162,7 +162,7 @@ def settings_of(args: argparse.Namespace) -> EngineConfig:
         mode="dflash",
         max_concurrency=most,
         prefix_cache=args.prefix_cache,
-        compile_prefill=args.compile_prefill,
+        compile_prefill=None if args.compile_prefill else False,
     )
 
 
@@ -246,7 +246,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--predictor", type=Path, help="default: the shipped drafter's")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--prefix-cache", action="store_true", help="prompts come twice each")
-    parser.add_argument("--compile-prefill", action="store_true", help="EngineConfig says what")
+    parser.add_argument("--eager-prefill", dest="compile_prefill", action="store_false")
     parser.add_argument("--again", action="store_true", help="measure known cells anew")
     parser.add_argument("--seconds", type=float, default=1e9, help="start no cell after this")
     parser.add_argument("--tiny", action="store_true", help="toy models, on a CPU")

@@ -125,7 +125,9 @@ def loops(name: str, args: argparse.Namespace, attempts: Attempts) -> None:
     )
     models = build(shape, args.device, getattr(torch, args.dtype))
     slots = EngineConfig(
-        max_concurrency=most, prefix_cache=False, compile_prefill=args.compile_prefill
+        max_concurrency=most,
+        prefix_cache=False,
+        compile_prefill=None if args.compile_prefill else False,
     )
     trace = Trace(*draws(args, args.traces[0], 0), args.device)
     engine = SwitchedEngine(models.target, models.drafter, models.predictor, slots, trace)
@@ -274,7 +276,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--sweep", nargs="+", type=int, default=list(CONCURRENCIES))
     parser.add_argument("--replays", type=int, default=5, help="repetitions of the sweep")
     parser.add_argument("--replayed-requests", type=int, default=512)
-    parser.add_argument("--compile-prefill", action="store_true", help="EngineConfig says what")
+    parser.add_argument("--eager-prefill", dest="compile_prefill", action="store_false")
     parser.add_argument("--seconds", type=float, default=1e9, help="start no loop after this")
     parser.add_argument("--tiny", action="store_true", help="toy size, on a CPU")
     parser.add_argument("--out", type=Path, default=RESULTS)

@@ -64,7 +64,7 @@ def pair(args: argparse.Namespace) -> tuple[Engine, list[int]]:
     pool = 128 * -(-(args.running * (args.room + 256) + args.prompt + 1024) // 128)
     settings: dict[str, Any] = {"mode": "dscale", "budget": "half", "pool_tokens": pool}
     settings |= {"max_concurrency": args.running + 1, "prefix_cache": False}
-    settings["compile_prefill"] = args.compile_prefill
+    settings["compile_prefill"] = None if args.compile_prefill else False
     if args.model == "smollm2":
         model, tokenizer = dscale.demo.load(torch.bfloat16)
         predictor = dscale.demo.predictor()
@@ -187,7 +187,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--chunks", nargs="+", type=int, default=[512, 2048, 8192])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--tiny", action="store_true", help="toy size, on a CPU")
-    parser.add_argument("--compile-prefill", action="store_true")
+    parser.add_argument("--eager-prefill", dest="compile_prefill", action="store_false")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--commit", default=None)
     args = parser.parse_args()

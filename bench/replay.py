@@ -17,10 +17,10 @@ from torch import Tensor
 
 from bench.client import Intervals, Served
 from bench.step_cases import Case
-from dscale.batcher import FILL_ROWS
 from dscale.compiled.attention import PREFILL_TILE, VERIFY_TILE
 from dscale.kernels import ops
 from dscale.policy import AutoBudget, Choice, Cost, Costs, FixedBudget, Policy
+from dscale.prefill import FILL_ROWS, tiles_of
 from dscale.request import Request
 from dscale.stats import Stats
 from dscale.timing import MeasuredCosts
@@ -143,7 +143,7 @@ class Replay:
         height = 0
         for request in self._filling:
             length = min(self.chunk, left, len(request.prompt) - request.prefilled)
-            height = max(height, -(-length // PREFILL_TILE) * PREFILL_TILE)
+            height = max(height, tiles_of(length) * PREFILL_TILE)
             if length < 1 or (lengths and height * (1 + len(lengths)) > FILL_ROWS):
                 break
             lengths[request] = length

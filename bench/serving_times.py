@@ -16,11 +16,11 @@ from bench.replay import Times
 from bench.result_files import ResultFile
 from bench.step_cases import Case
 from bench.switched import SwitchedEngine
-from dscale.batcher import FILL_ROWS, Batcher
+from dscale.batcher import Batcher
 from dscale.choosers import GREEDY
-from dscale.compiled.attention import PREFILL_TILE
 from dscale.config import EngineConfig
 from dscale.policy import Cost
+from dscale.prefill import TILES, tiles_of
 from dscale.request import Request
 from dscale.timing import MeasuredCosts, Runner, bucket_kinds
 
@@ -152,7 +152,7 @@ def write_times(
     stay."""
     for row in step_rows(engine, case):
         steps.put(row)
-    together = FILL_ROWS // (-(-length // PREFILL_TILE) * PREFILL_TILE)  # in one pass
+    together = TILES[-1] // tiles_of(length)  # in one pass
     most = min(engine.settings.max_concurrency or together, together)
     for row in prefill_rows(engine, [n for n in (1, 2, 4, 8, 16, 32) if n <= most], length):
         prefills.put(row)

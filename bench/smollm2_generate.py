@@ -67,7 +67,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--drafter", type=Path, default=None, help="default: the one shipped")
     parser.add_argument("--predictor", type=Path, default=None, help="default: running product")
     parser.add_argument("--budget", type=int, default=None, help="of dflash and +tiles")
-    parser.add_argument("--compile-prefill", action="store_true")
+    parser.add_argument("--eager-prefill", dest="compile_prefill", action="store_false")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--commit", default=None)
@@ -118,7 +118,7 @@ def measure(
             options["budget"] = args.budget
         if options["mode"] == "dscale":
             options["predictor"] = args.predictor
-        options["compile_prefill"] = args.compile_prefill
+        options["compile_prefill"] = None if args.compile_prefill else False
         spec = dscale.attach(model, None if method == "ar" else args.drafter, **options)
     try:
         began = time.perf_counter()

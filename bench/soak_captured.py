@@ -123,7 +123,7 @@ def load(args: argparse.Namespace) -> tuple[dscale.Attachment, Load]:
     pool = None if args.pool_tokens == 0 else args.pool_tokens
     settings: dict[str, Any] = {"max_concurrency": args.concurrency, "pool_tokens": pool}
     settings |= {"mode": "dscale", "budget": args.budget}
-    settings["compile_prefill"] = args.compile_prefill
+    settings["compile_prefill"] = None if args.compile_prefill else False
     if args.tiny:
         model, drafter = tiny_pair(torch.device("cpu"))
         text = random.Random(1).choices(range(model.config.vocab_size), k=2000)
@@ -251,7 +251,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tiny", action="store_true", help="a tiny random model, on a CPU")
-    parser.add_argument("--compile-prefill", action="store_true")
+    parser.add_argument("--eager-prefill", dest="compile_prefill", action="store_false")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--commit", default=None)
     args = parser.parse_args()

@@ -93,8 +93,10 @@ class SharedCore(Core):
         assert self.workspace is not None
         key = ("prompt", self.drafter is None)
         if key not in self._shared:
-            how = {"flex": self.flex, "whole": self.config.compile_prefill}
-            self._shared[key] = prompt_stage(self.target, self.drafter, self.workspace, **how)
+            self._shared[key] = prompt_stage(
+                self.target, self.drafter, self.workspace,
+                flex=self.flex, captured=self.captures_prompts,
+            )  # fmt: skip
         made: Stage = self._shared[key]
         return made
 

@@ -25,8 +25,8 @@ from dscale.compiled.kv import PAGE, Paging
 VERIFY_TILE = 16
 """Rows a request may verify in one pass: one anchor and 15 candidates (paper, section II)."""
 
-PREFILL_TILE = 128
-"""Prefill tiles are multiples of this many rows."""
+PREFILL_TILE = 64
+"""Rows of a prefill tile on a GPU: with four query heads a KV head, two query blocks of 128."""
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 

@@ -18,11 +18,12 @@ from dscale.compiled.target import Target
 
 
 class Chunk(NamedTuple):
-    """A chunk of prompt rows, packed flat over N lanes and cut into X tiles, int64.
+    """A chunk of prompt rows of N lanes, cut into X tiles, int64.
 
     `token_R`; `rows`, whose lanes are the tiles; `slot_X`: each tile's request slot; `start_X`:
-    positions before its first row; `last_N`: each lane's last row; `ends_N` bool: whether the
-    lane's prompt ends in this chunk."""
+    positions before its first row; `last_N`: each lane's last row; `ends_N`: whether the lane's
+    prompt ends in this chunk. Out: `hidden_ND`, the final-normed hidden states of the last rows.
+    Lanes behind the requests', in a captured chunk, are read by nobody."""
 
     token_R: Tensor
     rows: Rows
@@ -30,6 +31,7 @@ class Chunk(NamedTuple):
     start_X: Tensor
     last_N: Tensor
     ends_N: Tensor
+    hidden_ND: Tensor
 
 
 class PromptPass(nn.Module):
@@ -48,8 +50,8 @@ class PromptPass(nn.Module):
         self.drafter, self.draft_pool = drafter, draft_pool
         self.flex = flex
 
-    def forward(self, requests: Requests, chunk: Chunk) -> Tensor:
-        """Logits `[N, V]` after each lane's last row."""
+    def forward(self, requests: Requests, chunk: Chunk) -> None:
+        """Fill `chunk.hidden_ND`."""
         # A tile sees what is before it, and so the chunk's earlier tiles: keys are written first.
         paging = requests.paging(chunk.slot_X)._replace(context_N=chunk.start_X.int())
         tile = Tile(height=chunk.rows.row_NT.shape[1], flex=self.flex)
@@ -58,25 +60,28 @@ class PromptPass(nn.Module):
             self.drafter.write_context(
                 taps, chunk.rows.position_R, chunk.rows.slot_R, self.draft_pool
             )
-        return self.target.logits(hidden[chunk.last_N])
+        chunk.hidden_ND.copy_(hidden[chunk.last_N])
 
 
 class Prefill:
     """Run a chunk; lanes whose prompt ends in it commit their first token, the first anchor."""
 
-    def __init__(self, prompt: Callable[..., Tensor], chooser: Chooser) -> None:
-        """`prompt`: a PromptPass, maybe compiled; it is the same for every way of choosing."""
-        self.prompt, self.chooser = prompt, chooser
+    def __init__(self, prompt: Callable[..., None], target: Target, chooser: Chooser) -> None:
+        """`prompt`: a PromptPass, maybe captured; it is the same for every way of choosing."""
+        self.prompt, self.target, self.chooser = prompt, target, chooser
 
     def __call__(self, requests: Requests, step: Step, chunk: Chunk) -> None:
-        """`step`: the lanes; `chunk`: their rows."""
-        logits = self.prompt(requests, chunk)
-        end_N = chunk.rows.position_R[chunk.last_N] + 1
+        """`step`: the N lanes; `chunk`: their rows."""
+        self.prompt(requests, chunk)
+        lanes = len(step.slot_N)
+        logits = self.target.logits(chunk.hidden_ND[:lanes])
+        last_N = chunk.last_N[:lanes]
+        end_N = chunk.rows.position_R[last_N] + 1
         requests.context_S.index_put_((step.slot_N,), end_N.int())
-        requests.live_S.index_put_((step.slot_N,), chunk.ends_N)
+        requests.live_S.index_put_((step.slot_N,), chunk.ends_N[:lanes].bool())
         choice_N = self.choose(requests, step, logits, end_N)
         mark = self.chooser.penalty
-        commit(requests, step, choice_N[:, None], chunk.last_N * 0, advance=False, mark=mark)
+        commit(requests, step, choice_N[:, None], last_N * 0, advance=False, mark=mark)
 
     def choose(self, requests: Requests, step: Step, logits: Tensor, end_N: Tensor) -> Tensor:
         """The token after each lane's chunk, int64 `[N]`, from its logits `[N, V]`."""

@@ -36,7 +36,7 @@ def attach(
     max_concurrency: int | None = None,
     pack_weights: bool = False,
     capture: bool | None = None,
-    compile_prefill: bool = False,
+    compile_prefill: bool | None = None,
     prefix_cache: bool = True,
 ) -> Attachment:
     """Replace `model.generate` by DScale's, sharing the model's weights (no second copy).
@@ -77,8 +77,10 @@ def attach(
         check_packable(model.device, model.dtype)
     if capture and model.device.type == "cpu":
         raise ValueError("capture: expected None or False for a model on the CPU, got True")
-    if compile_prefill and (capture is False or model.device.type == "cpu"):
-        raise ValueError("compile_prefill: expected False where steps are not captured, got True")
+    if compile_prefill and model.device.type == "cpu":
+        raise ValueError(
+            "compile_prefill: expected None or False for a model on the CPU, got True"
+        )
     loaded = None if drafter is None else drafter_for(model, drafter, shape)
     scores = None
     if predictor is not None and loaded is not None:

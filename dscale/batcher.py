@@ -17,15 +17,11 @@ import torch
 from dscale.compiled.attention import PREFILL_TILE
 from dscale.core import Core
 from dscale.decode import Decoding, Launch
+from dscale.prefill import FILL_ROWS, tiles_of
 from dscale.prefix import PagePool
 from dscale.request import FinishReason, Request, finish_reason
 from dscale.sizing import explained
 from dscale.weights import Weights
-
-FILL_ROWS = 8192
-"""Rows of one prefill pass, counted as if all chunks were as long as the longest (the gathered
-route pads them so), unless `prefill_chunk` alone is more: its activations are most of what a pass
-needs besides the caches (1 GB at 8B shapes)."""
 
 
 @dataclass(slots=True)
@@ -220,7 +216,7 @@ class Batcher:
             if request.leader is not None:
                 continue
             length = min(size, left, len(request.prompt) - request.prefilled)
-            height = max(height, -(-length // PREFILL_TILE) * PREFILL_TILE)
+            height = max(height, tiles_of(length) * PREFILL_TILE)
             if length < 1 or (group and height * (1 + len(group)) > FILL_ROWS):
                 break
             group.append(request)

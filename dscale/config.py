@@ -35,14 +35,14 @@ class EngineConfig:
     progress over measured time; None in "+budget" is "half". `budget_seed`: where Algorithm 1
     starts, one of kernels.reference_rows.SEEDS.
 
-    `prefill_chunk`: prompt tokens per request and prefill pass, a multiple of 128. `pool_tokens`:
+    `prefill_chunk`: prompt tokens per request and prefill pass, a multiple of 64. `pool_tokens`:
     capacity of the paged cache in tokens; None chooses it from free memory (`dscale/sizing.py`).
     `max_concurrency`: requests that may run at once, None for 256; the others wait.
     `pack_weights`: on a CPU, keep a second copy of the projections in oneDNN's blocked layout, for
     faster passes of 2 to 16 rows. `capture`: compile the step and capture it in CUDA graphs; None
-    does so on a GPU. `compile_prefill`: compile the pass over prompts too, which saves the host
-    launches and takes longer to start; only where steps are captured. `prefix_cache`: requests
-    whose prompts begin alike share whole pages of it.
+    does so on a GPU. `compile_prefill`: compile and capture the pass over prompts too; None does
+    so where steps are captured, False starts sooner (docs/performance.md). `prefix_cache`:
+    requests whose prompts begin alike share whole pages of it.
 
     Raises ValueError naming the setting that is out of range.
     """
@@ -55,7 +55,7 @@ class EngineConfig:
     max_concurrency: int | None = None
     pack_weights: bool = False
     capture: bool | None = None
-    compile_prefill: bool = False
+    compile_prefill: bool | None = None
     prefix_cache: bool = True
 
     def __post_init__(self) -> None:
@@ -86,11 +86,15 @@ class EngineConfig:
             raise ValueError(
                 f"max_concurrency: expected None or a positive number{limit}, got {most!r}"
             )
-        for name in ("pack_weights", "prefix_cache", "compile_prefill"):
+        for name in ("pack_weights", "prefix_cache"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}: expected True or False, got {getattr(self, name)!r}")
-        if self.capture not in (None, True, False):
-            raise ValueError(f"capture: expected None, True or False, got {self.capture!r}")
+        for name in ("capture", "compile_prefill"):
+            if not (getattr(self, name) is None or isinstance(getattr(self, name), bool)):
+                value = getattr(self, name)
+                raise ValueError(f"{name}: expected None, True or False, got {value!r}")
+        if self.compile_prefill and self.capture is False:
+            raise ValueError("compile_prefill: expected None or False without capture, got True")
 
     @property
     def concurrency(self) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from dscale.choosers import chooser_of, narrowest
-from dscale.compiled.attention import VERIFY_TILE
+from dscale.compiled.capture import begin_step
 from dscale.compiled.drafter import Drafter
 from dscale.compiled.flow import COUNT, FAILED, LIVE, TOKENS
 from dscale.compiled.kv import PAGE
@@ -20,12 +20,19 @@ from dscale.errors import not_finite
 from dscale.host import HostStages, host_stages
 from dscale.placing import write_state
 from dscale.policy import AutoBudget, FixedBudget, Policy
-from dscale.prefill import idle_chunk, make_chunk
+from dscale.prefill import packed_chunk
 from dscale.request import Request
-from dscale.sizing import Sizes, allocate, memory_of, needed, roomy
+from dscale.sizing import Sizes, allocate, check_room, memory_of, needed, roomy
 from dscale.stages import Stage, Stages, build_stages, prompt_stage
 from dscale.stats import Stats
-from dscale.timing import MeasuredCosts, bucket_kinds, buckets_to, capture_buckets, linear_costs
+from dscale.timing import (
+    MeasuredCosts,
+    bucket_kinds,
+    buckets_to,
+    capture_buckets,
+    capture_prompts,
+    linear_costs,
+)
 from dscale.workspace import Workspace
 
 TIMED_LANES = 8
@@ -73,6 +80,11 @@ class Core:
         """Whether steps are compiled and captured in CUDA graphs."""
         return self.flex if self.config.capture is None else self.config.capture
 
+    @property
+    def captures_prompts(self) -> bool:
+        """Whether the pass over prompts is captured as well."""
+        return self.captured and self.config.compile_prefill is not False
+
     def decoding(self, requests: list[Request]) -> Decoding:
         """Decode steps that serve all these requests, and as many more as they are."""
         assert self.workspace is not None
@@ -97,18 +109,18 @@ class Core:
         else:
             stages = self.stages(chooser_of(requests))
         w = self.workspace
-        idle = w.max_requests if self.config.compile_prefill else None
-        chunk = make_chunk(requests, lengths, w.device, wide=self.flex, idle_slot=idle)
-        slots = [r.slot for r in requests]
-        step = w.assign(slots + [w.max_requests] * (len(chunk.last_N) - len(slots)))
-        stages.prefill(w.requests, step, chunk)
+        chunk = (
+            w.chunk(requests, lengths) if self.flex else packed_chunk(requests, lengths, w.norm)
+        )
+        begin_step()
+        stages.prefill(w.requests, w.assign([r.slot for r in requests]), chunk)
         self.stats.prompt_tokens += sum(lengths)
         for request, length in zip(requests, lengths, strict=True):
             request.prefilled += length
         if all(r.prefilled < len(r.prompt) for r in requests):
             return []
         ended = []
-        results = step.result_NX[: len(requests)].tolist()
+        results = w.step(len(requests)).result_NX.tolist()
         for request, row in zip(requests, results, strict=True):
             if request.prefilled < len(request.prompt):
                 continue
@@ -172,8 +184,8 @@ class Core:
         self.prepare(requests)
         if self.captured:
             self._capture(chooser, len(requests), alone=True)
-            w = self.make_room(requests)
-            self.prompt(w.requests, idle_chunk(w.max_requests, w.device))
+        if self.captures_prompts:
+            capture_prompts(self.make_room(requests), self.prompt, self.config.prefill_chunk)
 
     def place(self, requests: list[Request]) -> None:
         """Write the state of requests, which have slots and pages, to the device."""
@@ -190,12 +202,7 @@ class Core:
         capacity = self.config.pool_tokens
         if capacity is None and self.capacity is not None and self.flex:
             capacity = (self.capacity - 1) * PAGE
-        if capacity is not None and request.num_pages > -(-capacity // PAGE):
-            raise ValueError(
-                f"pool_tokens: expected at least {request.num_pages * PAGE} (prompt + "
-                f"max_new_tokens + {2 * VERIFY_TILE} of a request, in pages of {PAGE}), "
-                f"got {capacity}"
-            )
+        check_room(request, capacity)
 
     def holds(self, request: Request) -> bool:
         """Whether the workspace could hold this request if it were alone there."""
@@ -247,16 +254,9 @@ class Core:
         if chooser not in self._stages:
             assert self.workspace is not None
             self._stages[chooser] = build_stages(
-                self.target,
-                self.drafter,
-                self.predictor,
-                self.workspace,
-                self.config,
-                chooser,
-                flex=self.flex,
-                captured=self.captured,
-                prompt=self.prompt,
-            )
+                self.target, self.drafter, self.predictor, self.workspace, self.config, chooser,
+                flex=self.flex, captured=self.captured, prompt=self.prompt,
+            )  # fmt: skip
         return self._stages[chooser]
 
     @property
@@ -264,8 +264,10 @@ class Core:
         """The pass over prompts, for every way of choosing tokens."""
         if self._prompt is None:
             assert self.workspace is not None
-            how = {"flex": self.flex, "whole": self.config.compile_prefill}
-            self._prompt = prompt_stage(self.target, self.drafter, self.workspace, **how)
+            self._prompt = prompt_stage(
+                self.target, self.drafter, self.workspace,
+                flex=self.flex, captured=self.captures_prompts,
+            )  # fmt: skip
         return self._prompt
 
     def _policy(self, chooser: Chooser, requests: int, *, alone: bool) -> Policy | None:

@@ -121,7 +121,7 @@ def host_stages(
     if drafter is not None and workspace.draft_pool is not None and rows > 1:
         decide = Decide(target, drafter, workspace.draft_pool, rows=rows, flex=flex)
     return HostStages(
-        prefill=HostPrefill(prompt, GREEDY),
+        prefill=HostPrefill(prompt, target, GREEDY),
         decide=decide,
         anchors=None,
         verify=HostVerify(*shared, rows, GREEDY, verify_tile(config, rows, flex)),

@@ -1,4 +1,5 @@
-"""Cutting prompts into chunks of packed rows for the prefill stage."""
+"""Cutting prompts into chunks of rows for the prefill stage: packed flat, or in fixed-address
+buffers of whole tiles."""
 
 from __future__ import annotations
 
@@ -10,87 +11,114 @@ from dscale.compiled.kv import PAGE
 from dscale.compiled.prefill import Chunk
 from dscale.request import Request
 
+TILES = (2, 4, 6, 8, 12, 16, 24, 32)
+"""Tiles of a captured chunk, powers of two beyond; from 2 for the reason that lanes are."""
 
-def make_chunk(
-    requests: list[Request],
-    lengths: list[int],
-    device: torch.device,
-    *,
-    wide: bool,
-    idle_slot: int | None = None,
-) -> Chunk:
-    """The next `lengths` prompt tokens of every request, from where its prefill stands.
-
-    `wide`: cut into tiles of the wide tile's height (FlexAttention); the gathered route takes one
-    tile per request. `idle_slot`: the slot of a lane that is added to a single request, because a
-    compiled stage takes a size of 1 for a constant."""
-    starts, slots = [r.prefilled for r in requests], [r.slot for r in requests]
-    stops = [start + length for start, length in zip(starts, lengths, strict=True)]
-    prompts = [r.prompt[r.prefilled : stop] for r, stop in zip(requests, stops, strict=True)]
-    ends = [len(r.prompt) == stop for r, stop in zip(requests, stops, strict=True)]
-    pages = [r.pages for r in requests]
-    if idle_slot is not None and len(requests) == 1:
-        # Its row lies before the beginning, so that the idle slot's context stays 0.
-        prompts, starts, slots = [*prompts, [0]], [*starts, -1], [*slots, idle_slot]
-        pages, ends = [*pages, [0]], [*ends, False]
-    length_N = torch.tensor([len(p) for p in prompts])
-    height = PREFILL_TILE if wide else int(length_N.max())
-    return _to(_cut(prompts, length_N, starts, slots, pages, ends, height), device)
+FILL_ROWS = TILES[-1] * PREFILL_TILE
+"""Rows of one prefill pass, counted as if all chunks were as long as the longest (the gathered
+route pads them so), unless `prefill_chunk` alone is more. Enough for a large GPU: at 8B shapes
+they are 33 TFLOP, some 40 ms of an H200."""
 
 
-def _cut(
-    prompts: list[list[int]],
-    length_N: Tensor,
-    starts: list[int],
-    slots: list[int],
-    pages: list[list[int]],
-    ends: list[bool],
-    height: int,
-) -> Chunk:
-    lanes, lane_N = len(prompts), torch.arange(len(prompts))
-    tiles_N = (length_N + height - 1) // height
-    end_N, first_N = length_N.cumsum(0), length_N.cumsum(0) - length_N
-    tile_N = tiles_N.cumsum(0) - tiles_N  # each lane's first
-    lane_X, lane_R = lane_N.repeat_interleave(tiles_N), lane_N.repeat_interleave(length_N)
-    offset_R = torch.arange(len(lane_R)) - first_N[lane_R]
-    before_X = (torch.arange(len(lane_X)) - tile_N[lane_X]) * height
-    start_N, slot_N = torch.tensor(starts), torch.tensor(slots)
-    position_R = start_N[lane_R] + offset_R
-    page_NL = torch.zeros(lanes, max(map(len, pages)), dtype=torch.int64)
-    for row, own in zip(page_NL, pages, strict=True):
-        row[: len(own)] = torch.tensor(own)
-    row_NT = (first_N[lane_X] + before_X)[:, None] + torch.arange(height)
+def tiles_of(rows: int) -> int:
+    """Tiles that so many rows of one prompt take."""
+    return -(-rows // PREFILL_TILE)
+
+
+def bucket_of_tiles(tiles: int) -> int:
+    """Smallest bucket that holds `tiles`."""
+    return next((b for b in TILES if b >= tiles), 1 << (tiles - 1).bit_length())
+
+
+def packed_chunk(requests: list[Request], lengths: list[int], target_row: Tensor) -> Chunk:
+    """The next `lengths` prompt tokens of every request, from where its prefill stands, row after
+    row: one tile per request, for the gathered route. `target_row` `[D]`: as hidden states are."""
+    device, lanes = target_row.device, len(requests)
+    lane_R = torch.arange(lanes).repeat_interleave(torch.tensor(lengths))
+    end_N = torch.tensor(lengths).cumsum(0)
+    first_N = end_N - torch.tensor(lengths)
+    start_N = torch.tensor([r.prefilled for r in requests])
+    tile_row_R = torch.arange(len(lane_R)) - first_N[lane_R]
+    position_R = start_N[lane_R] + tile_row_R
+    row_NT = first_N[:, None] + torch.arange(max(lengths))
+    taken = list(zip(requests, lengths, strict=True))
     rows = Rows(
         position_R=position_R,
-        slot_R=page_NL[lane_R, position_R // PAGE] * PAGE + position_R % PAGE,
-        lane_R=tile_N[lane_R] + offset_R // height,
-        tile_row_R=offset_R % height,
-        row_NT=torch.minimum(row_NT, end_N[lane_X, None] - 1),
+        slot_R=torch.cat([_slots(r, r.prefilled, n) for r, n in taken]),
+        lane_R=lane_R,
+        tile_row_R=tile_row_R,
+        row_NT=torch.minimum(row_NT, end_N[:, None] - 1),
     )
     return Chunk(
-        token_R=torch.tensor([t for p in prompts for t in p]),
-        rows=rows,
-        slot_X=slot_N[lane_X],
-        start_X=(start_N[lane_X] + before_X).clamp(min=0),
-        last_N=end_N - 1,
-        ends_N=torch.tensor(ends),
+        token_R=torch.cat([torch.tensor(r.prompt[r.prefilled :][:n]) for r, n in taken]).to(
+            device
+        ),
+        rows=Rows(*(x.to(device) for x in rows)),
+        slot_X=torch.tensor([r.slot for r in requests], device=device),
+        start_X=start_N.to(device),
+        last_N=(end_N - 1).to(device),
+        ends_N=torch.tensor([r.prefilled + n == len(r.prompt) for r, n in taken])
+        .long()
+        .to(device),
+        hidden_ND=target_row.new_empty(lanes, target_row.shape[0]),
     )
 
 
-def idle_chunk(idle_slot: int, device: torch.device) -> Chunk:
-    """A chunk of two idle lanes, to compile a stage with."""
-    two = [[0], [0]]
-    chunk = _cut(
-        two, torch.ones(2).long(), [-1] * 2, [idle_slot] * 2, two, [False] * 2, PREFILL_TILE
-    )
-    return _to(chunk, device)
+def _slots(request: Request, start: int, length: int) -> Tensor:
+    """Pool slots of a request's positions."""
+    position = torch.arange(start, start + length)
+    return torch.tensor(request.pages)[position // PAGE] * PAGE + position % PAGE
 
 
-def _to(chunk: Chunk, device: torch.device) -> Chunk:
-    def move(tensor: Tensor) -> Tensor:
-        moved = tensor.to(device, non_blocking=True)
-        torch._dynamo.maybe_mark_dynamic(moved, 0)
-        return moved
+class ChunkBuffers:
+    """A chunk of X tiles at fixed addresses; what no prompt fills runs in the idle slot."""
 
-    token_R, rows, *others = chunk
-    return Chunk(move(token_R), Rows(*map(move, rows)), *map(move, others))
+    def __init__(self, tiles: int, idle_slot: int, target_row: Tensor) -> None:
+        """`target_row` `[D]`: as hidden states are."""
+        device, rows = target_row.device, tiles * PREFILL_TILE
+        self.tiles, self.idle_slot = tiles, idle_slot
+        self.flat = torch.zeros(3 * rows + 4 * tiles, dtype=torch.int64, device=device)
+        row = torch.arange(rows, device=device)
+        token, position, slot, slot_X, start_X, last_N, ends_N = self._parts(self.flat)
+        self.chunk = Chunk(
+            token_R=token,
+            rows=Rows(
+                position, slot, row // PREFILL_TILE, row % PREFILL_TILE, row.view(tiles, -1)
+            ),
+            slot_X=slot_X,
+            start_X=start_X,
+            last_N=last_N,
+            ends_N=ends_N,
+            hidden_ND=target_row.new_empty(tiles, target_row.shape[0]),
+        )
+        for tensor in (*self.chunk.rows, *(x for x in self.chunk if isinstance(x, Tensor))):
+            torch._dynamo.mark_dynamic(tensor, 0)
+            torch._dynamo.mark_static_address(tensor)
+
+    def _parts(self, flat: Tensor) -> tuple[Tensor, ...]:
+        """Token, position and slot of each row; slot and start of each tile; each lane's last row
+        and whether its prompt ends."""
+        return torch.split(flat, [self.tiles * PREFILL_TILE] * 3 + [self.tiles] * 4)
+
+    def fill(self, requests: list[Request], lengths: list[int]) -> Chunk:
+        """The next `lengths` prompt tokens of every request, from where its prefill stands, each
+        from a tile's first row on."""
+        pinned = self.flat.device.type == "cuda"
+        host = torch.zeros(self.flat.shape, dtype=torch.int64, pin_memory=pinned)
+        token, position, slot, slot_X, start_X, last_N, ends_N = self._parts(host)
+        torch.arange(len(slot), out=slot).remainder_(PAGE)
+        slot_X.fill_(self.idle_slot)
+        first = 0
+        for lane, (request, length) in enumerate(zip(requests, lengths, strict=True)):
+            start, row, tiles = request.prefilled, first * PREFILL_TILE, tiles_of(length)
+            at = torch.arange(start, start + tiles * PREFILL_TILE)
+            position[row : row + len(at)] = at
+            token[row : row + length] = torch.tensor(request.prompt[start : start + length])
+            slot[row : row + length] = _slots(request, start, length)
+            slot_X[first : first + tiles] = request.slot
+            start_X[first : first + tiles] = at[::PREFILL_TILE]
+            last_N[lane] = row + length - 1
+            ends_N[lane] = start + length == len(request.prompt)
+            first += tiles
+        self.flat.copy_(host, non_blocking=True)
+        return self.chunk

@@ -135,6 +135,16 @@ def needed(
     }
 
 
+def check_room(request: Request, capacity: int | None) -> None:
+    """Raise ValueError for a request that is larger than a pool of so many tokens."""
+    if capacity is not None and request.num_pages > -(-capacity // PAGE):
+        raise ValueError(
+            f"pool_tokens: expected at least {request.num_pages * PAGE} (prompt + "
+            f"max_new_tokens + {2 * VERIFY_TILE} of a request, in pages of {PAGE}), "
+            f"got {capacity}"
+        )
+
+
 def roomy(
     need: Sizes,
     old: Sizes,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dscale.compiled.attention import VERIFY_TILE, Tile
-from dscale.compiled.capture import capture, compiled
+from dscale.compiled.capture import capture
 from dscale.compiled.decide import Anchors, Decide
 from dscale.compiled.drafter import Drafter
 from dscale.compiled.packed import turns
@@ -79,7 +79,7 @@ def build_stages(
             )
         )
     return Stages(
-        prefill=Prefill(prompt or PromptPass(*shared, flex), chooser),
+        prefill=Prefill(prompt or PromptPass(*shared, flex), target, chooser),
         decide=decide,
         anchors=wrap(Anchors()) if config.adaptive else None,
         verify=wrap(Verify(*shared, rows, chooser, verify_tile(config, rows, flex))),
@@ -97,12 +97,12 @@ def split_products(target: Target, drafter: Drafter | None) -> None:
 
 
 def prompt_stage(
-    target: Target, drafter: Drafter | None, workspace: Workspace, *, flex: bool, whole: bool
+    target: Target, drafter: Drafter | None, workspace: Workspace, *, flex: bool, captured: bool
 ) -> Stage:
-    """The pass over prompts that all ways of choosing tokens share; with `whole` compiled at its
-    first call, else eager around the compiled attention."""
+    """The pass over prompts that all ways of choosing tokens share; eager around the compiled
+    attention if not `captured`."""
     prompt = PromptPass(target, workspace.pool, drafter, workspace.draft_pool, flex)
-    return compiled(prompt) if whole else prompt
+    return capture(prompt) if captured else prompt
 
 
 def _as_is(stage: Stage) -> Stage:

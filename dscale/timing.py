@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from dscale.compiled.attention import VERIFY_TILE
+from dscale.compiled.attention import PREFILL_TILE, VERIFY_TILE
 from dscale.compiled.capture import begin_step
 from dscale.compiled.kv import PAGE
 from dscale.config import EngineConfig
 from dscale.policy import MULTIPLES, Cost
-from dscale.stages import Stages
+from dscale.prefill import FILL_ROWS, bucket_of_tiles
+from dscale.stages import Stage, Stages
 from dscale.workspace import BUCKETS, Workspace, bucket_of
 
 CAPTURE_RUNS = 3
@@ -170,6 +171,16 @@ def capture_buckets(
         fast = runner.milliseconds(count, rows)
         per_token = max(0.0, slow - fast) / (count * (far - near)) if far > near else 0.0
         costs.table[count, rows] = Cost(fast, per_token)
+
+
+def capture_prompts(workspace: Workspace, prompt: Stage, prefill_chunk: int) -> None:
+    """Capture the pass over prompts for every number of tiles that a chunk may have."""
+    most = bucket_of_tiles(max(FILL_ROWS, prefill_chunk) // PREFILL_TILE)
+    sizes = sorted({bucket_of_tiles(tiles) for tiles in range(1, most + 1)}, reverse=True)
+    for tiles in tqdm(sizes, desc="dscale: capture prompts", unit="bucket"):
+        for _ in range(CAPTURE_RUNS):
+            begin_step()
+            prompt(workspace.requests, workspace.chunk([], [], tiles))
 
 
 def linear_costs(workspace: Workspace, stages: Stages, lanes: int) -> LinearCosts:

@@ -11,7 +11,10 @@ from dscale.compiled.drafter import Drafter
 from dscale.compiled.flow import RESULT_COLUMNS, Packed, Requests, Step
 from dscale.compiled.kv import KVPool
 from dscale.compiled.predictor import RECENT
+from dscale.compiled.prefill import Chunk
 from dscale.compiled.target import Target
+from dscale.prefill import ChunkBuffers, bucket_of_tiles, tiles_of
+from dscale.request import Request
 
 STOP_IDS = 8
 """Stop ids per request the state has room for at first; more make a larger state."""
@@ -54,7 +57,7 @@ class Workspace:
         """`seen`: columns of the bitmap of seen tokens, the vocabulary's size for calls with a
         repetition penalty."""
         device, dtype = target.norm.device, target.norm.dtype
-        self.device, self.max_requests = device, max_requests
+        self.device, self.max_requests, self.norm = device, max_requests, target.norm
         self.num_pages, self.pages_per_request = num_pages, pages_per_request
         self.stop_ids, self.seen = stop_ids, seen
         c = target.config
@@ -69,6 +72,7 @@ class Workspace:
         self.block = VERIFY_TILE if drafter is None else drafter.config.block_size
         self._steps: dict[int, Step] = {}
         self._packed: dict[tuple[int, int], Packed] = {}
+        self._chunks: dict[int, ChunkBuffers] = {}
         self._sent: dict[int, list[int]] = {}
 
     def fits(
@@ -198,6 +202,14 @@ class Workspace:
                 torch._dynamo.mark_dynamic(fixed(packed.row_NT), 0)
             self._packed[lanes, rows] = packed
         return self._packed[lanes, rows]
+
+    def chunk(self, requests: list[Request], lengths: list[int], tiles: int = 1) -> Chunk:
+        """The next `lengths` prompt tokens of every request, in the smallest bucket of tiles that
+        holds them and is at least `tiles`."""
+        tiles = bucket_of_tiles(max(tiles, sum(map(tiles_of, lengths))))
+        if tiles not in self._chunks:
+            self._chunks[tiles] = ChunkBuffers(tiles, self.max_requests, self.norm)
+        return self._chunks[tiles].fill(requests, lengths)
 
     @property
     def num_bytes(self) -> int:

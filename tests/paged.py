@@ -25,3 +25,11 @@ def slot(paging: Paging, lane: int, position: int) -> int:
 def slots(paging: Paging, lane: int, start: int, stop: int) -> Tensor:
     """The pool slots of positions start..stop - 1 of one lane, int64."""
     return torch.tensor([slot(paging, lane, position) for position in range(start, stop)])
+
+
+def idle_behind(paging: Paging) -> tuple[Tensor, Tensor]:
+    """Both page tables with an idle slot behind the lanes, which sees the scratch page."""
+    scratch = torch.full_like(paging.logical_NP[:1], -1)
+    scratch[:, 0] = 0
+    page_NL = torch.cat((paging.page_NL, torch.zeros_like(paging.page_NL[:1])))
+    return page_NL, torch.cat((paging.logical_NP, scratch))

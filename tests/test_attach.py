@@ -135,7 +135,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"predictor": "/nonexistent"}, {"predictor": "/tmp", "mode": "+tiles"},
     {"budget": 4, "drafter": None}, {"prefill_chunk": 100}, {"prefill_chunk": 0},
     {"pool_tokens": 0}, {"pool_tokens": 1.5}, {"capture": True}, {"capture": "yes"},
-    {"compile_prefill": True}, {"compile_prefill": 1},
+    {"compile_prefill": True}, {"compile_prefill": 1}, {"compile_prefill": True, "capture": False},
     {"pack_weights": 1}, {"drafter": {}}, {"drafter": 3}, {"drafter": "/nonexistent"},
 ]  # fmt: skip
 

@@ -115,6 +115,7 @@ def test_the_replay_takes_the_engine_s_steps(
     if late:
         # Captured steps are read a step late. Nothing is compiled here for real.
         monkeypatch.setattr(SharedCore, "captured", property(lambda core: True))
+        monkeypatch.setattr(SharedCore, "captures_prompts", False)
         monkeypatch.setattr(switched, "capture", lambda stage: stage)
     monkeypatch.setattr(SharedCore, "_capture", lambda core, *a, **k: MeasuredCosts(costs))
     monkeypatch.setattr("dscale.core.linear_costs", lambda *a: MeasuredCosts(costs))

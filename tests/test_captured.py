@@ -12,7 +12,9 @@ from torch import nn
 import dscale.compiled.capture
 import dscale.core
 from dscale.compiled.capture import own_forward
+from dscale.compiled.prefill import PromptPass
 from dscale.policy import MULTIPLES
+from dscale.prefill import TILES
 from dscale.workspace import bucket_of
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -91,34 +93,24 @@ def test_each_bucket_is_recorded_once(
     with pair.attach(mode=mode, budget=budget) as spec:
         spec.engine.warm_up(like(5))
         buckets = len({bucket_of(n) for n in range(1, 6)})
-        # Verify once per capacity; decide and anchors once per lane count.
+        # Verify once per capacity; decide and anchors once per lane count; prompts once per size.
         per_lanes = {"auto": len(MULTIPLES) + 1 + 2, 4: 2, None: 2}[budget]
-        assert len(recorded) == buckets * per_lanes
+        everything = buckets * per_lanes + len(TILES)
+        assert len(recorded) == everything
         for count in (5, 2, 4, 1, 3, 5):
             got = pair.got(count, max_new_tokens=30)
             assert torch.equal(got, want[:count, want.shape[1] - got.shape[1] :])
-        assert len(recorded) == buckets * per_lanes
+        assert len(recorded) == everything
 
 
 @pytest.mark.gpu
 @needs_gpu
-def test_a_compiled_prefill_is_one_graph_and_gives_the_same_tokens(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prompts_that_are_not_captured_give_the_same_tokens(tmp_path: Path) -> None:
     torch._dynamo.reset()
-    forwards: list[Any] = []
-
-    def compiled(stage: nn.Module) -> Callable[..., Any]:
-        forwards.append(own_forward(stage))
-        return torch.compile(forwards[-1], fullgraph=True)
-
-    monkeypatch.setattr("dscale.stages.compiled", compiled)
     pair = Pair(tmp_path, "cuda")
     want = pair.want(5, max_new_tokens=20)
-    with pair.attach(mode="dscale", budget="half", compile_prefill=True):
-        for count in (1, 5, 2, 3, 1, 4):
+    with pair.attach(mode="dscale", budget="half", compile_prefill=False) as spec:
+        for count in (1, 5, 2):
             got = pair.got(count, max_new_tokens=20)
             assert torch.equal(got, want[:count, want.shape[1] - got.shape[1] :]), count
-        (forward,) = forwards
-        entries = torch._dynamo.eval_frame._debug_get_cache_entry_list(forward.__code__)
-        assert len(entries) == 1
+        assert isinstance(spec.engine.batcher.core.prompt, PromptPass)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from paged import shuffled_paging
+from paged import idle_behind, shuffled_paging
 from tiny import VOCAB, left_padded, plain, prompt, tiny_model
 from torch import Tensor
 
@@ -15,7 +15,7 @@ from dscale.compiled.flow import uniform_rows
 from dscale.compiled.kv import KVPool, Paging
 from dscale.compiled.target import Target
 from dscale.load import build_target, unfuse
-from dscale.prefill import make_chunk
+from dscale.prefill import ChunkBuffers, bucket_of_tiles, packed_chunk, tiles_of
 from dscale.request import Request
 
 PAGES, NUM_PAGES = 3, 12
@@ -56,15 +56,20 @@ def prefill(
         left = [len(requests[i].prompt) - requests[i].prefilled for i in chosen]
         lengths = [min(size, n) for n in left]
         some = [requests[i] for i in chosen]
-        chunk = make_chunk(some, lengths, torch.device("cpu"), wide=flex)
+        if flex:
+            tiles = bucket_of_tiles(sum(map(tiles_of, lengths)))
+            chunk = ChunkBuffers(tiles, len(LENGTHS), target.norm).fill(some, lengths)
+        else:
+            chunk = packed_chunk(some, lengths, target.norm)
         for request, length in zip(some, lengths, strict=True):
             request.prefilled += length
         slot_X = chunk.slot_X
-        tiles = Paging(paging.page_NL[slot_X], paging.logical_NP[slot_X], chunk.start_X.int())
+        page_NL, logical_NP = idle_behind(paging)
+        paged = Paging(page_NL[slot_X], logical_NP[slot_X], chunk.start_X.int())
         tile = Tile(height=chunk.rows.row_NT.shape[1], flex=flex)
-        hidden, tapped = target(chunk.token_R, chunk.rows, tiles, pool, tile)
-        for index in chosen:
-            of_lane = slot_X[chunk.rows.lane_R] == index
+        hidden, tapped = target(chunk.token_R, chunk.rows, paged, pool, tile)
+        for index, length in zip(chosen, lengths, strict=True):
+            of_lane = (slot_X[chunk.rows.lane_R] == index).nonzero()[:length, 0]
             logits[index].append(target.logits(hidden[of_lane]))
             if tapped is not None:
                 taps[index].append(tapped[of_lane])
