@@ -183,23 +183,25 @@ def attend(
             value,
             block_mask=mask,
             enable_gqa=shared != group,
-            kernel_options=kernel_options(tile, group),
+            kernel_options=kernel_options(tile, group, head_dim),
         )
     out = out.view(lanes, num_heads // shared, shared, height, head_dim).permute(0, 3, 1, 2, 4)
     return out[rows.lane_R, rows.tile_row_R].reshape(num_rows, num_heads * head_dim)
 
 
-def kernel_options(tile: Tile, group: int) -> FlexKernelOptions:
+def kernel_options(tile: Tile, group: int, head_dim: int) -> FlexKernelOptions:
     """Options of FlexAttention's main kernel.
 
     Its decoding kernel, which AUTO would pick for short queries, took 3.8 ms where this one took
     0.83 ms (4 layers of 8B shape, 8 requests, H200); 4 warps, 3 stages and 64 keys a step were the
-    best of those tried."""
+    best of those tried for a verify tile. The sums of 128 rows of 128 do not fit into the registers
+    of 4 warps; PyTorch takes 8 there, too."""
+    height = max(16, tile.q_block(group))
     return {
         "FORCE_USE_FLEX_ATTENTION": True,
-        "BLOCK_M": max(16, tile.q_block(group)),
+        "BLOCK_M": height,
         "BLOCK_N": 64,
-        "num_warps": 4,
+        "num_warps": 8 if height * head_dim >= 128 * 128 else 4,
         "num_stages": 3,
     }
 

@@ -18,6 +18,7 @@ RUN = 16
 """Columns side by side in a group; a group has as many in every chunk of GROUPS * RUN."""
 CHUNK = GROUPS * RUN
 MAX_CHUNKS = 8
+LEAST = tl.constexpr(-200.0)  # exp of it is 0 in float32
 
 
 def split(vocab: int) -> tuple[int, int]:
@@ -83,39 +84,48 @@ def _group_statistics(
     last = tl.minimum((part + 1) * (CHUNKS * GROUPS * RUN), vocab)
     loaded = tl.load(logit + column, mask=column < last, other=-inf)
     for chunk in range(CHUNKS):
-        is_inside = column < last
         x = loaded.to(tl.float32)
         # Read ahead, so that the next chunk is on its way while this one is worked on.
         column += GROUPS * RUN
         loaded = tl.load(logit + column, mask=column < last, other=-inf)
-        is_nan = x != x
-        x = tl.where(is_nan, -inf, x)
         highest = tl.max(x, 1)
         at = tl.where(highest > peak, start + chunk * (GROUPS * RUN), at)
         old_peak = peak
         peak = tl.maximum(peak, highest)
-        scale = tl.where(old_peak == peak, 1.0, tl.exp(old_peak - peak))
-        shift = tl.where((old_peak == peak) | (scale == 0.0), 0.0, old_peak - peak)
-        below = tl.where(x == peak[:, None], 0.0, x - peak[:, None])
-        weight = tl.where(is_nan, float("nan"), tl.where(is_inside, tl.exp(below), 0.0))
-        weighted = (weighted + shift * total) * scale
-        weighted += tl.sum(tl.where(weight == 0.0, 0.0, below * weight), 1)
-        total = total * scale + tl.sum(weight, 1)
+        shift = _below(old_peak, peak)
+        weighted = (weighted + shift * total) * tl.exp(shift)
+        total = total * tl.exp(shift)
+        below = _below(x, peak[:, None])
+        weight = tl.exp(below)
+        weighted += tl.sum(below * weight, 1)
+        total += tl.sum(weight, 1)
     tl.store(peak_out + cell * GROUPS + group, peak)
     tl.store(at_out + cell * GROUPS + group, at)
     best, row_total, row_weighted = _joined(peak, total, weighted)
+    first_nan = vocab
+    if (row_total != row_total) | (best == inf):
+        # Rare: find the NaN, or count the infinities, which are all that weighs.
+        row_total, row_weighted = 0.0, 0.0
+        column = start[:, None] + tl.arange(0, RUN)[None, :]
+        for _ in range(CHUNKS):
+            x = tl.load(logit + column, mask=column < last, other=0.0).to(tl.float32)
+            lowest = tl.min(tl.min(tl.where(x != x, column, vocab), 1), 0)
+            first_nan = tl.minimum(first_nan, lowest)
+            row_total += tl.sum(tl.sum((x == inf).to(tl.float32), 1), 0)
+            column += GROUPS * RUN
+        row_total = tl.where(first_nan < vocab, float("nan"), row_total)
     tl.store(sums + cell * 3, best)
     tl.store(sums + cell * 3 + 1, row_total)
     tl.store(sums + cell * 3 + 2, row_weighted)
-    first_nan = vocab
-    if row_total != row_total:
-        column = start[:, None] + tl.arange(0, RUN)[None, :]
-        for _ in range(CHUNKS):
-            x = tl.load(logit + column, mask=column < vocab, other=0.0).to(tl.float32)
-            lowest = tl.min(tl.min(tl.where(x != x, column, vocab), 1), 0)
-            first_nan = tl.minimum(first_nan, lowest)
-            column += GROUPS * RUN
     tl.store(nan_at + cell, first_nan)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _below(x: tl.tensor, peak: tl.tensor) -> tl.tensor:
+    """x - peak, cut where exp is 0 anyway, so that no infinity meets a zero; a NaN stays one."""
+    lowest: tl.constexpr = -3.4028234663852886e38
+    below = x - tl.maximum(peak, lowest)
+    return tl.maximum(below, LEAST, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -124,8 +134,8 @@ def _joined(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """The three sums of several sets of columns, over all of them."""
     best = tl.max(peak, 0)
-    scale = tl.where(peak == best, 1.0, tl.exp(peak - best))
-    shift = tl.where((peak == best) | (scale == 0.0), 0.0, peak - best)
+    shift = tl.where(peak == best, 0.0, _below(peak, best))
+    scale = tl.exp(shift)
     return best, tl.sum(total * scale, 0), tl.sum((weighted + shift * total) * scale, 0)
 
 
@@ -157,6 +167,8 @@ def _join_groups(
         tl.load(sums + part * 3), tl.load(sums + part * 3 + 1), tl.load(sums + part * 3 + 2)
     )
     is_nan = total != total
+    # A row of -inf alone: all of them are its peak.
+    total = tl.where(best == -inf, vocab.to(tl.float32), total)
     log_total = tl.log(total)
     tl.store(lse_out + row, tl.where(is_nan, total, best + log_total))
     tl.store(entropy_out + row, log_total - weighted / total)

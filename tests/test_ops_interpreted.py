@@ -26,7 +26,7 @@ TYPES = {
     int: "i32",
     float: "fp32",
 }
-HELPERS = {"_head", "_joined", "_finish"}  # called by a kernel, not launched
+HELPERS = {"_head", "_joined", "_below", "_finish"}  # called by a kernel, not launched
 LAUNCHERS = {"linear": "split_linear"}  # where it is not named as the operation
 
 

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 import dscale
-from dscale.compiled.sampling import Chooser, Sampling, argmax, choose, kept_candidates
+from dscale.compiled.sampling import Chooser, Sampling, choose, kept_candidates
 from dscale.kernels.reference import mix64, position_gumbel
 
 
@@ -212,14 +212,3 @@ def test_samples_have_the_exact_law(
     # The test sees a wrong law: the same counts against another temperature's.
     flat = law.clamp(min=0) ** 1.3
     assert p_value(count, flat / flat.sum()) < 1e-6
-
-
-@pytest.mark.parametrize("vocab", [48, 33, 1, 40])
-def test_argmax_in_parts(vocab: int) -> None:
-    generator = torch.Generator().manual_seed(vocab)
-    logit = torch.randint(4, (50, vocab), generator=generator).float()  # ties in every row
-    logit[3], logit[4] = -torch.inf, torch.inf
-    logit[5, vocab // 2 :] = torch.nan
-    logit[6, [0, vocab - 1]] = torch.nan
-    for x in (logit, logit.bfloat16()):
-        assert torch.equal(argmax(x), x.argmax(-1))
