@@ -194,8 +194,8 @@ def kernel_options(tile: Tile, group: int, head_dim: int) -> FlexKernelOptions:
 
     Its decoding kernel, which AUTO would pick for short queries, took 3.8 ms where this one took
     0.83 ms (4 layers of 8B shape, 8 requests, H200); 4 warps, 3 stages and 64 keys a step were the
-    best of those tried for a verify tile. The sums of 128 rows of 128 do not fit into the registers
-    of 4 warps; PyTorch takes 8 there, too."""
+    best of those tried for a verify tile. 128 rows of 128 sums are too many for the registers of 4
+    warps; PyTorch takes 8 there, too."""
     height = max(16, tile.q_block(group))
     return {
         "FORCE_USE_FLEX_ATTENTION": True,
