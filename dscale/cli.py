@@ -14,6 +14,7 @@ from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedModel, TextStreamer
 
 import dscale
+from dscale.cli_pair import DEMO, ON_CPU, packs, pair
 from dscale.doctor import checks
 from dscale.handle import Result
 from dscale.load import load_model
@@ -26,15 +27,24 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-DEMO = "demo"
 Model = Annotated[str, typer.Option(help="'demo' (SmolLM2-135M-Instruct), a folder or a Hub id")]
 DrafterOption = Annotated[
     str | None,
     typer.Option(help="a folder or Hub id; the demo model has its own, 'none' for none"),
 ]
-ModeOption = Annotated[str | None, typer.Option(help="ar, dflash, +tiles, +budget or dscale")]
+ModeOption = Annotated[
+    str | None,
+    typer.Option(
+        help="ar, dflash, +tiles, +budget or dscale; without mode and budget dscale, on a CPU "
+        f"dflash with a budget of {ON_CPU['budget']}"
+    ),
+]
 BudgetOption = Annotated[
     str | None, typer.Option(help="rows per request and pass, 1 to 16, 'half' or 'auto'")
+]
+PredictorOption = Annotated[
+    str | None,
+    typer.Option(help="a folder; the demo model's drafter has its own, 'none' for none"),
 ]
 DtypeOption = Annotated[str | None, typer.Option(help="default: bfloat16 on a GPU, else float32")]
 NewTokens = Annotated[int, typer.Option(min=1, help="tokens to generate at most")]
@@ -50,6 +60,7 @@ def generate(
     drafter: DrafterOption = None,
     mode: ModeOption = None,
     budget: BudgetOption = None,
+    predictor: PredictorOption = None,
     dtype: DtypeOption = None,
     max_new_tokens: NewTokens = 128,
     temperature: Temperature = 0.0,
@@ -60,7 +71,7 @@ def generate(
     prompts = prompt or [line.rstrip("\n") for line in sys.stdin if line.strip()]
     if not prompts:
         raise typer.BadParameter("expected a prompt, as an argument or on stdin")
-    with attached(model, drafter, mode, budget, dtype) as (loaded, tokenizer, spec):
+    with attached(model, drafter, mode, budget, dtype, predictor) as (loaded, tokenizer, spec):
         for text in prompts:
             ids = torch.tensor([encode(tokenizer, text, raw)], device=loaded.device)
             streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -86,6 +97,7 @@ def batch(
     drafter: DrafterOption = None,
     mode: ModeOption = None,
     budget: BudgetOption = None,
+    predictor: PredictorOption = None,
     dtype: DtypeOption = None,
     max_new_tokens: NewTokens = 256,
     temperature: Temperature = 0.0,
@@ -98,8 +110,8 @@ def batch(
     with told():
         check_target(source, target)
         rows = read_prompts(source) if str(source) != "-" else stdin_rows()
-    with attached(model, drafter, mode, budget, dtype, max_concurrency=concurrency) as found:
-        _, tokenizer, spec = found
+    how = (model, drafter, mode, budget, dtype, predictor)
+    with attached(*how, max_concurrency=concurrency) as (_, tokenizer, spec):
         inputs = [encode(tokenizer, row["prompt"], raw) for row in rows]
         seeds = [seed + i for i in range(len(rows))] if temperature > 0 else None
         options = settings(max_new_tokens, temperature, None)
@@ -136,10 +148,10 @@ def bench(
 ) -> None:
     """Time plain generate(), mode ar and the default mode on one prompt, in this process."""
     rows: list[tuple[str, float, float]] = []
-    for name in ("generate()", "ar", "dscale"):
-        used = drafter if name == "dscale" else "none"
-        mode = None if name == "generate()" else name
-        with attached(model, used, mode, None, dtype) as (loaded, tokenizer, spec):
+    for name in ("generate()", "ar", "default"):
+        used = drafter if name == "default" else "none"
+        with attached(model, used, None, None, dtype) as (loaded, tokenizer, spec):
+            name = spec.engine.config.mode if name == "default" else name
             if name == "generate()":
                 spec.detach()
             ids = torch.tensor([encode(tokenizer, prompt, False)] * requests).to(loaded.device)
@@ -181,6 +193,7 @@ def attached(
     mode: str | None,
     budget: str | None,
     dtype: str | None,
+    predictor: str | None = None,
     **options: Any,
 ) -> Iterator[tuple[Any, Any, dscale.Attachment]]:
     """The loaded model, its tokenizer and the attachment."""
@@ -190,11 +203,10 @@ def attached(
         if not isinstance(found, torch.dtype) or not found.is_floating_point:
             raise ValueError(f"dtype: expected a floating-point type of torch, got {kind!r}")
         loaded, tokenizer = load(model, found)
-        if drafter is None and model == DEMO and mode != "ar":
-            drafter = str(dscale.demo.drafter())
         rows: Any = int(budget) if budget is not None and budget.isdecimal() else budget
-        used = None if drafter == "none" else drafter
-        spec = dscale.attach(loaded, used, mode=mode, budget=rows, **options)  # type: ignore[arg-type]
+        options |= pair(model, drafter, predictor, mode, rows)
+        options["pack_weights"] = packs(model, loaded)
+        spec = dscale.attach(loaded, **options)
     with spec:
         yield loaded, tokenizer, spec
 

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 import dscale.cli
 import dscale.doctor
+from dscale.cli_pair import pair
 from dscale.kernels import ops
 
 Pair = tuple[Any, Any]
@@ -119,10 +120,34 @@ def test_batch_says_how_many_failed(run: Any, monkeypatch: pytest.MonkeyPatch) -
 def test_bench(run: Any) -> None:
     result = run("bench", "--max-new-tokens", "8", "--repeats", "1", "--requests", "2")
     lines = result.stdout.splitlines()
-    assert [line.split()[0] for line in lines] == ["generate()", "ar", "dscale"]
+    default = "dscale" if torch.cuda.is_available() else "dflash"
+    assert [line.split()[0] for line in lines] == ["generate()", "ar", default]
     assert all("tokens/s" in line and "tokens per pass" in line for line in lines)
     for option in ("--max-new-tokens", "--repeats", "--requests"):
         assert option in run("bench", option, "0", code=2).stderr
+
+
+def test_what_is_left_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, predictor = str(dscale.demo.drafter()), str(dscale.demo.predictor())
+    for cuda in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda cuda=cuda: cuda)
+        for mode, budget, drafter, scores in (
+            (None, None, None, None), ("dscale", None, None, None), (None, "half", None, "none"),
+            ("+tiles", None, None, None), ("ar", None, None, None), (None, None, "none", None),
+            (None, None, "mine", None), ("dscale", 4, "mine", "scores"),
+            (None, None, "mine", "scores"), (None, None, None, "none"),
+        ):  # fmt: skip
+            got = pair("demo", drafter, scores, mode, budget)
+            open_ = mode is budget is scores is None and drafter != "none" and not cuda
+            assert got["mode"] == ("dflash" if open_ else mode)
+            assert got["budget"] == (8 if open_ else budget)
+            named = {"none": None, None: None if mode == "ar" else own}
+            assert got["drafter"] == named.get(drafter, drafter)
+            shipped = drafter is None and mode in (None, "dscale") and not open_
+            want = {"none": None, None: predictor if shipped else None}
+            assert got["predictor"] == want.get(scores, scores)
+    other = pair("Qwen/Qwen3-8B", "mine", None, None, "auto")
+    assert other == {"drafter": "mine", "predictor": None, "mode": None, "budget": "auto"}
 
 
 def test_doctor(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
