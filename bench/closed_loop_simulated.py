@@ -12,16 +12,15 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
+import itertools
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from bench import recorded
 from bench.aggregate import LOOP_FIELDS, LOOP_KEYS, Row, read_rows
 from bench.attempts import Attempts
 from bench.client import closed_loop, figures
@@ -31,22 +30,27 @@ from bench.result_files import ResultFile
 from bench.rows import RESULTS, environment
 from bench.serving_times import PREFILL_KEYS, STEP_KEYS, read_times, write_times
 from bench.shapes import SHAPES, build
-from bench.simulated import SETTINGS, Trace, draw
+from bench.simulated import SETTINGS, Trace
+from bench.simulated_cells import (
+    ABLATION,
+    HEADLINE,
+    RECORDED,
+    REPLAYED,
+    cell_of,
+    cells_of,
+    draws,
+    lengths,
+    name_of,
+    requests_of,
+    row_of,
+)
 from bench.switched import SwitchedEngine
 from dscale.config import EngineConfig
 from dscale.request import Request
 from dscale.workspace import bucket_of
 
-TRACE_STEPS = 1024
-ABLATION = ("dflash", "+tiles", "+budget", "dscale-half", "dscale-auto")
-HEADLINE = ("ar", "dflash", "dscale-half", "dscale-auto")
-REPLAYED = ("ar", "dflash", "+tiles", "dscale-half", "dscale-auto")
-"""Mode "+budget" waits for the host in the middle of a step: no table of times says how long."""
-
 cached_times = functools.cache(read_times)
 
-RECORDED = "recorded"
-CHAT = ((60, 250), (64, 512))
 AGREE = 0.03
 
 
@@ -63,53 +67,6 @@ def main() -> None:
         if "replay" in args.parts:
             replay_all(SHAPES[name].name, args)
     attempts.end()
-
-
-def lengths(name: str, requests: int, seed: int = 0) -> list[tuple[int, int]]:
-    """(prompt, new tokens) of each request: "prompt128-new256" and the like, all alike, or "chat",
-    drawn from 60 to 250 and 64 to 512. Raises ValueError for another name."""
-    if name == "chat":
-        random = np.random.default_rng(seed)
-        (a, b), (c, d) = CHAT
-        prompts, news = random.integers(a, b + 1, requests), random.integers(c, d + 1, requests)
-        return list(zip(prompts.tolist(), news.tolist(), strict=True))
-    prompt, _, new = name.removeprefix("prompt").partition("-new")
-    if not (prompt.isdecimal() and new.isdecimal() and int(prompt) and int(new)):
-        raise ValueError(f"set: expected 'chat' or 'promptP-newN', got {name!r}")
-    return [(int(prompt), int(new))] * requests
-
-
-def draws(args: argparse.Namespace, trace: str, seed: int) -> tuple[Tensor, Tensor]:
-    """Scores and accepted counts of a trace: drawn, or of the recorded file."""
-    if trace == RECORDED:
-        return recorded.load(args.recorded, TRACE_STEPS, args.slots + 1, seed)
-    return draw(SETTINGS[trace], TRACE_STEPS, args.slots + 1, seed)
-
-
-def requests_of(cell: Cell, vocab: int) -> list[Request]:
-    """Warm-up and measured requests of a cell, random ids for prompts."""
-    random = np.random.default_rng(cell.repetition)
-    return [
-        Request(prompt=random.integers(0, vocab, prompt).tolist(), max_new_tokens=new, seed=at)
-        for at, (prompt, new) in enumerate(
-            lengths(cell.set, cell.warmup + cell.requests, cell.repetition)
-        )
-    ]
-
-
-def cells_of(args: argparse.Namespace, trace: str) -> list[Cell]:
-    """Cells of a trace: few requests each, as many rounds of all workers at any concurrency."""
-    wanted = {"paper": ABLATION, "six": HEADLINE}.get(trace, REPLAYED)
-    cases = [case for case in args.modes if case in wanted]
-    at = [c for c in args.concurrency if trace != "paper" or c > 1]
-    cap = max(new for _, new in lengths(args.set, 1000))
-    return [
-        Cell(args.set, c, 0.0, case, repetition, waves * c, c, cap)
-        for repetition in range(args.repetitions)
-        for c in at
-        for case in cases
-        for waves in [2 if case == "ar" else args.waves]
-    ]
 
 
 def loops(name: str, args: argparse.Namespace, attempts: Attempts) -> None:
@@ -135,9 +92,10 @@ def loops(name: str, args: argparse.Namespace, attempts: Attempts) -> None:
         ready = warm_up(engine, args, times, attempts)
         for label in args.traces:
             for cell in tqdm(cells_of(args, label), desc=f"{name}, {label}", mininterval=2):
-                if cell.case not in ready or not attempts.may_start():
+                if (cell.case, cell.temperature) not in ready or not attempts.may_start():
                     continue
-                with attempts.attempt(f"{label} c={cell.concurrency} {cell.case}"):
+                what = f"{label} c={cell.concurrency} T={cell.temperature:g} {cell.case}"
+                with attempts.attempt(what):
                     drawn = draws(args, label, cell.repetition)
                     row = measure(engine, cell, drawn, shape.vocab)
                     results.put(row | {"trace": label})
@@ -151,22 +109,24 @@ def warm_up(
     args: argparse.Namespace,
     times: tuple[ResultFile, ResultFile],
     attempts: Attempts,
-) -> set[str]:
-    """Compile and capture every mode and keep its times; returns the modes that run."""
+) -> set[tuple[str, float]]:
+    """Compile and capture every mode at every temperature and keep its times; returns those that
+    run."""
     longest, ready = lengths(args.set, 1000), set()
     prompt, new = (max(pair[i] for pair in longest) for i in (0, 1))
-    room = [Request(prompt=[0] * prompt, max_new_tokens=new)] * max(args.concurrency)
-    for name in args.modes:
+    for name, temperature in itertools.product(args.modes, args.temperature):
         case, began = all_cases()[name], time.perf_counter()
-        with attempts.attempt(name):
-            took = engine.use(case, room)
+        request = Request(prompt=[0] * prompt, max_new_tokens=new, temperature=temperature)
+        label = f"{name}, temperature {temperature:g}"
+        with attempts.attempt(label):
+            took = engine.use(case, [request] * max(args.concurrency))
             if name in REPLAYED:
-                write_times(engine, case, *times, min(prompt, 128))
+                write_times(engine, case, *times, min(prompt, 128), temperature)
             seconds = time.perf_counter() - began
             print(
-                f"{name}: {took:.1f} s to compile and capture, {seconds:.1f} s in all", flush=True
+                f"{label}: {took:.1f} s to compile and capture, {seconds:.1f} s in all", flush=True
             )
-            ready.add(name)
+            ready.add((name, temperature))
     return ready
 
 
@@ -183,12 +143,6 @@ def measure(engine: SwitchedEngine, cell: Cell, drawn: tuple[Tensor, Tensor], vo
     return row_of(cell) | figures(served, engine.stats, engine.batcher.intervals, cell.output_cap)
 
 
-def row_of(cell: Cell) -> Row:
-    """Fields of a simulated cell."""
-    adaptive = all_cases()[cell.case].config.adaptive
-    return cell.fields | {"predictor": "random" if adaptive else None, "prompts": "random ids"}
-
-
 def replay_all(model: str, args: argparse.Namespace) -> None:
     """Replay the sweep of a model from its times; compare where loops were measured."""
     measured = read_rows(args.out / "closed_loop.json", LOOP_FIELDS)
@@ -199,14 +153,15 @@ def replay_all(model: str, args: argparse.Namespace) -> None:
         found = replay(model, cell_of(row), row["trace"], args)
         error = found["tokens_per_s"] / row["tokens_per_s"] - 1
         file.put(found | {"replay_error": round(error, 4)})
-        tqdm.write(f"{row['trace']} c={row['concurrency']} {name_of(row)}: {error:+.2%}")
-        wrong += [(name_of(row), row["concurrency"])] if abs(error) > AGREE else []
+        what = f"{row['trace']} c={row['concurrency']} T={row['temperature']:g} {name_of(row)}"
+        tqdm.write(f"{what}: {error:+.2%}")
+        wrong += [what] if abs(error) > AGREE else []
     sweep = [
         (trace, cell)
-        for trace in args.traces
+        for trace, temperature in itertools.product(args.traces, args.temperature)
         for cell in grid(
             [args.set], args.sweep, [m for m in REPLAYED if m in args.modes],
-            repetitions=args.replays, requests=args.replayed_requests,
+            repetitions=args.replays, requests=args.replayed_requests, temperature=temperature,
             output_cap=max(new for _, new in lengths(args.set, 1000)),
         )
     ]  # fmt: skip
@@ -219,7 +174,7 @@ def replay_all(model: str, args: argparse.Namespace) -> None:
 def replay(model: str, cell: Cell, trace: str, args: argparse.Namespace) -> Row:
     """One closed loop, replayed."""
     case = all_cases()[cell.case]
-    times, origin = cached_times(args.out, model, case)
+    times, origin = cached_times(args.out, model, case, cell.temperature > 0)
     drawn = draws(args, trace, cell.repetition)
     late = not origin["gpu"].startswith("none")
     loop = Replay(case, times, *drawn, late=late, padded=late)
@@ -234,31 +189,11 @@ def replay(model: str, cell: Cell, trace: str, args: argparse.Namespace) -> Row:
     )
 
 
-def cell_of(row: Row) -> Cell:
-    """The cell a row was measured for."""
-    return Cell(
-        row["set"], row["concurrency"], row["temperature"], name_of(row), row["repetition"],
-        row["requests"], row["warmup"], row["output_cap"],
-    )  # fmt: skip
-
-
-def name_of(row: Row) -> str:
-    """The name of a row's mode among the cases."""
-    wanted = {name: row[name] for name in ("mode", "budget", "tile")}
-    names = [
-        name
-        for name, case in all_cases().items()
-        if {key: case.fields[key] for key in wanted} == wanted
-    ]
-    if not names:
-        raise ValueError(f"row: expected a known mode, got {wanted}")
-    return names[0]
-
-
 def say(row: Row) -> None:
     """Print the telling fields."""
-    names = ("mode", "budget", "concurrency", "tokens_per_s", "decode_tokens_per_s", "step_ms")
-    tqdm.write(str({name: row[name] for name in (*names, "tokens_per_step", "window_s")}))
+    names = ("mode", "budget", "concurrency", "temperature", "tokens_per_s")
+    names += ("decode_tokens_per_s", "step_ms", "tokens_per_step", "window_s")
+    tqdm.write(str({name: row[name] for name in names}))
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -269,6 +204,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--recorded", type=Path, help="a trace of bench.recorded, in their place")
     parser.add_argument("--set", default="prompt128-new256", help="or promptP-newN, or chat")
     parser.add_argument("--concurrency", nargs="+", type=int, default=[1, 8, 16, 32])
+    parser.add_argument("--temperature", nargs="+", type=float, default=[0.0], help="0 is greedy")
     every = sorted({*HEADLINE, *ABLATION}, key=list(all_cases()).index)
     parser.add_argument("--modes", nargs="+", choices=list(all_cases()), default=every)
     parser.add_argument("--repetitions", type=int, default=2)
@@ -282,6 +218,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--commit")
     args = parser.parse_args(arguments)
+    if not all(temperature >= 0 for temperature in args.temperature):
+        parser.error(f"--temperature: expected numbers of at least 0, got {args.temperature}")
     if args.tiny:
         args.models, args.parts, args.set = ["tiny"], ["loops", "replay"], "prompt8-new24"
         args.concurrency, args.repetitions, args.waves = [1, 3], 1, 2

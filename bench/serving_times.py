@@ -17,16 +17,16 @@ from bench.result_files import ResultFile
 from bench.step_cases import Case
 from bench.switched import SwitchedEngine
 from dscale.batcher import Batcher
-from dscale.choosers import GREEDY
+from dscale.choosers import chooser_of
 from dscale.config import EngineConfig
 from dscale.policy import Cost
 from dscale.prefill import TILES, tiles_of
 from dscale.request import Request
 from dscale.timing import MeasuredCosts, Runner, bucket_kinds
 
-STEP_KEYS = ("model", "mode", "tile", "lanes", "rows")
+STEP_KEYS = ("model", "mode", "tile", "sampled", "lanes", "rows")
 STEP_FIELDS = (*STEP_KEYS, "base_ms", "per_token_ms", "launch_ms")
-PREFILL_KEYS = ("model", "requests", "length", "context")
+PREFILL_KEYS = ("model", "sampled", "requests", "length", "context")
 PREFILL_FIELDS = (*PREFILL_KEYS, "prefill_ms", "gpu_ms")
 
 REPEATS = 5
@@ -34,20 +34,23 @@ SLEEP = 100_000_000
 """Clock ticks that keep a GPU busy, 50 ms or so, while the host gets ahead of it."""
 
 
-def step_rows(engine: SwitchedEngine, case: Case) -> list[Row]:
-    """The captured buckets of the mode in use, and how long the host takes to start each."""
+def step_rows(engine: SwitchedEngine, case: Case, temperature: float = 0.0) -> list[Row]:
+    """The captured buckets of the mode in use for requests of this temperature, and how long the
+    host takes to start each."""
     rows: list[Row] = []
+    chooser = chooser_of([Request(prompt=[0], max_new_tokens=1, temperature=temperature)])
 
     def run(batcher: Batcher) -> None:
         core = engine.core
         assert core.workspace is not None
-        runner = Runner(core.workspace, core.stages(GREEDY), alone=True)
-        table = core.times(GREEDY).table if core.captured else _eager(runner, core.config)
+        runner = Runner(core.workspace, core.stages(chooser), alone=True)
+        table = core.times(chooser).table if core.captured else _eager(runner, core.config)
         for (lanes, packed), cost in table.items():
             rows.append(
                 {
                     "mode": case.mode,
                     "tile": case.fields["tile"],
+                    "sampled": chooser.sample,
                     "lanes": lanes,
                     "rows": packed,
                     "base_ms": round(cost.base, 5),
@@ -81,21 +84,25 @@ def _launch(runner: Runner, lanes: int, rows: int | None) -> float:
     return median(found)
 
 
-def prefill_rows(engine: SwitchedEngine, counts: Iterable[int], length: int) -> list[Row]:
+def prefill_rows(
+    engine: SwitchedEngine, counts: Iterable[int], length: int, temperature: float = 0.0
+) -> list[Row]:
     """Prefills of so many prompts at once with nothing else running: the whole round (or several,
     where one pass does not take them all), and on a GPU its share behind other work (elsewhere the
-    same)."""
+    same). First tokens are chosen at `temperature`."""
     rows: list[Row] = []
 
     def run(batcher: Batcher) -> None:
         for count in counts:
-            _round(batcher, count, length)  # what is compiled at first
-            whole = median(_round(batcher, count, length) for _ in range(REPEATS))
+            prompts = (count, length, temperature)
+            _round(batcher, *prompts)  # what is compiled at first
+            whole = median(_round(batcher, *prompts) for _ in range(REPEATS))
             alone = whole
             if torch.cuda.is_available():
-                alone = median(_behind(batcher, count, length) for _ in range(REPEATS))
+                alone = median(_behind(batcher, *prompts) for _ in range(REPEATS))
             rows.append(
                 {
+                    "sampled": temperature > 0,
                     "requests": count,
                     "length": length,
                     "context": 0,
@@ -109,12 +116,19 @@ def prefill_rows(engine: SwitchedEngine, counts: Iterable[int], length: int) -> 
     return rows
 
 
-def _round(batcher: Batcher, count: int, length: int) -> float:
-    """Milliseconds of a round that prefills requests which end with their first token."""
+def _add(batcher: Batcher, count: int, length: int, temperature: float) -> None:
+    """Queue requests which end with their first token, and wait for the device."""
     vocab = batcher.core.target.config.vocab_size
     prompts = torch.randint(vocab, (count, length)).tolist()
-    batcher.add([Request(prompt=ids, max_new_tokens=1) for ids in prompts])
+    batcher.add(
+        [Request(prompt=ids, max_new_tokens=1, temperature=temperature) for ids in prompts]
+    )
     _wait()
+
+
+def _round(batcher: Batcher, count: int, length: int, temperature: float) -> float:
+    """Milliseconds of a round that prefills such requests."""
+    _add(batcher, count, length, temperature)
     began = time.perf_counter()
     while batcher.busy:
         batcher.round()
@@ -122,15 +136,12 @@ def _round(batcher: Batcher, count: int, length: int) -> float:
     return 1e3 * (time.perf_counter() - began)
 
 
-def _behind(batcher: Batcher, count: int, length: int) -> float:
+def _behind(batcher: Batcher, count: int, length: int, temperature: float) -> float:
     """Milliseconds of GPU time of such a round, submitted while the GPU was busy."""
-    vocab = batcher.core.target.config.vocab_size
-    prompts = torch.randint(vocab, (count, length)).tolist()
-    batcher.add([Request(prompt=ids, max_new_tokens=1) for ids in prompts])
     event: Any = torch.cuda.Event
     sleep: Any = torch.cuda._sleep
     first, last = event(enable_timing=True), event(enable_timing=True)
-    _wait()
+    _add(batcher, count, length, temperature)
     sleep(SLEEP)
     first.record()
     while batcher.busy:
@@ -146,26 +157,34 @@ def _wait() -> None:
 
 
 def write_times(
-    engine: SwitchedEngine, case: Case, steps: ResultFile, prefills: ResultFile, length: int
+    engine: SwitchedEngine,
+    case: Case,
+    steps: ResultFile,
+    prefills: ResultFile,
+    length: int,
+    temperature: float = 0.0,
 ) -> None:
     """Measure and keep the mode's steps; prefills are every mode's alike, so the last one's
-    stay."""
-    for row in step_rows(engine, case):
+    stay. Those of requests that sample, at whatever temperature, are rows of their own."""
+    for row in step_rows(engine, case, temperature):
         steps.put(row)
     together = TILES[-1] // tiles_of(length)  # in one pass
     most = min(engine.settings.max_concurrency or together, together)
-    for row in prefill_rows(engine, [n for n in (1, 2, 4, 8, 16, 32) if n <= most], length):
+    counts = [n for n in (1, 2, 4, 8, 16, 32) if n <= most]
+    for row in prefill_rows(engine, counts, length, temperature):
         prefills.put(row)
 
 
-def read_times(folder: Path, model: str, case: Case) -> tuple[Times, Row]:
-    """Times of one mode from bucket_times.json and prefill.json, and the environment they were
-    measured in. Raises ValueError where there are none, or for a file of another schema."""
+def read_times(folder: Path, model: str, case: Case, sampled: bool = False) -> tuple[Times, Row]:
+    """Times of one mode from bucket_times.json and prefill.json, of greedy or of sampled requests,
+    and the environment they were measured in. Raises ValueError where there are none, or for a
+    file of another schema."""
     steps = read_rows(folder / "bucket_times.json", STEP_FIELDS)
     prefills = read_rows(folder / "prefill.json", PREFILL_FIELDS)
-    here = (model, case.mode, case.fields["tile"])
-    steps = [row for row in steps if (row["model"], row["mode"], row["tile"]) == here]
-    prefills = [row for row in prefills if row["model"] == model]
+    wanted = {"model": model, "sampled": sampled}
+    here = {"mode": case.mode, "tile": case.fields["tile"]} | wanted
+    steps = [row for row in steps if here.items() <= row.items()]
+    prefills = [row for row in prefills if wanted.items() <= row.items()]
     for name, rows in (("bucket_times.json", steps), ("prefill.json", prefills)):
         if not rows:
             raise ValueError(f"{folder / name}: expected rows of {here}, got none")

@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from bench.aggregate import LOOP_KEYS
-from bench.closed_loop_simulated import lengths, measure
+from bench.closed_loop_simulated import measure
 from bench.loop_cells import Cell
 from bench.result_files import ResultFile
 from bench.serving_times import PREFILL_KEYS, prefill_rows
 from bench.shapes import Models
 from bench.simulated import SETTINGS, Trace, draw
+from bench.simulated_cells import lengths
 from bench.sizes import CUDA, REQUESTS, SHAPE
 from bench.step_cases import CASES
 from bench.switched import SwitchedEngine

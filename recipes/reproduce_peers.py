@@ -47,7 +47,7 @@ def compute(folder: Path) -> Rows:
             values = {key: row[key] for key in ("decode_tokens_per_s", "step_ms")}
             found.append(kept(row, "sglang", row["requests"]) | values)
     served = where(read_loops(folder), acceptance="simulated", source="measured", trace="six")
-    for row in medians(where(served, set="prompt128-new256")):
+    for row in medians(where(served, set="prompt128-new256", temperature=0.0)):
         if kind_of(row["model"]) in SGLANG and (row["mode"], row["budget"]) in METHODS:
             tokens = {"tokens_per_s": row["tokens_per_s"]}
             found.append(kept(row, "sglang", row["concurrency"]) | tokens)

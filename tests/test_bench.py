@@ -1,6 +1,7 @@
 """The closed-loop benches on toy models: modes share their stages, the real loop says what
 `generate` says, and the replay takes the engine's own steps."""
 
+import importlib
 import json
 import sys
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from bench.result_files import ResultFile
 from bench.serving_times import read_times
 from bench.shapes import SHAPES, build
 from bench.simulated import SETTINGS, Trace, draw
+from bench.simulated_cells import cell_of, lengths, name_of, requests_of
 from bench.step_cases import CASES, Case
 from bench.switched import SharedCore, SwitchedEngine
 from dscale.config import EngineConfig
@@ -199,7 +201,8 @@ def written(path: Path, rows: object) -> Path:
 
 def test_simulated_loops_and_their_replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = ["x", "--tiny", "--modes", "dflash", "dscale-half", "--traces", "six"]
-    monkeypatch.setattr(sys, "argv", [*arguments, "--out", str(tmp_path), "--commit", "one"])
+    arguments += ["--temperature", "0", "1", "--out", str(tmp_path), "--commit", "one"]
+    monkeypatch.setattr(sys, "argv", arguments)
     simulated.main()
     rows = read_rows(tmp_path / "closed_loop.json", LOOP_FIELDS)
     assert {(r["acceptance"], r["trace"], r["model"]) for r in rows} == {
@@ -207,32 +210,61 @@ def test_simulated_loops_and_their_replay(tmp_path: Path, monkeypatch: pytest.Mo
     }
     measured = [r for r in rows if r["source"] == "measured"]
     against = [r for r in rows if "replay_error" in r]
-    assert len(measured) == len(against) == 4
+    assert len(measured) == len(against) == 8
     for row, again in zip(measured, against, strict=True):
         same = (*LOOP_KEYS[4:], "tokens_per_step", "steps", "rows_per_step", "output_tokens")
         assert [row[name] for name in same] == [again[name] for name in same]
-        assert simulated.cell_of(row).case == simulated.name_of(again)
-    assert {r["concurrency"] for r in rows if r["requests"] == 12} == {2, 3}
+        assert cell_of(row).case == name_of(again)
+    swept = {(r["concurrency"], r["temperature"]) for r in rows if r["requests"] == 12}
+    assert swept == {(2, 0.0), (2, 1.0), (3, 0.0), (3, 1.0)}
     with pytest.raises(ValueError, match=r"expected rows of .*'ar'.*, got none"):
         read_times(tmp_path, "toy shape", CASES["ar"])
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_simulated_requests_are_chosen_at_their_temperature(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, temperature: float
+) -> None:
+    """Loops, steps that are timed and prefills: every choice goes through the temperature's
+    chooser, and a replay reads the times of its own."""
+    chosen: dict[bool, float] = {}
+
+    def watched(whole: Any) -> Any:
+        def choose(logits: Any, position: Any, sampling: Any, chooser: Any) -> Any:
+            highest = max(chosen.get(chooser.sample, 0.0), float(sampling.temperature.max()))
+            chosen[chooser.sample] = highest
+            return whole(logits, position, sampling, chooser)
+
+        return choose
+
+    for module in ("verify", "prefill"):
+        name = f"dscale.compiled.{module}.choose"
+        monkeypatch.setattr(name, watched(importlib.import_module(name[:-7]).choose))
+    arguments = ["x", "--tiny", "--modes", "dflash", "--traces", "six", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", [*arguments, "--temperature", str(temperature)])
+    simulated.main()
+    assert chosen == {temperature > 0: temperature}
+    read_times(tmp_path, "toy shape", CASES["dflash"], sampled=temperature > 0)
+    with pytest.raises(ValueError, match=r"bucket_times.json: expected rows of .*, got none"):
+        read_times(tmp_path, "toy shape", CASES["dflash"], sampled=temperature == 0)
+
+
 def test_simulated_requests() -> None:
-    assert simulated.lengths("prompt128-new256", 2) == [(128, 256)] * 2
-    chat = simulated.lengths("chat", 200, seed=1)
-    assert chat == simulated.lengths("chat", 200, seed=1)
+    assert lengths("prompt128-new256", 2) == [(128, 256)] * 2
+    chat = lengths("chat", 200, seed=1)
+    assert chat == lengths("chat", 200, seed=1)
     prompts, news = zip(*chat, strict=True)
     assert (min(prompts) >= 60, max(prompts) <= 250) == (True, True)
     assert (min(news) >= 64, max(news) <= 512) == (True, True)
     for wrong in ("gsm8k", "prompt0-new4", "prompt-new"):
         with pytest.raises(ValueError, match="set: expected 'chat' or 'promptP-newN'"):
-            simulated.lengths(wrong, 1)
+            lengths(wrong, 1)
     cell = Cell("prompt8-new4", 2, 0.0, "ar", 0, requests=3, warmup=2, output_cap=4)
-    assert [len(r.prompt) for r in simulated.requests_of(cell, 50)] == [8] * 5
+    assert [len(r.prompt) for r in requests_of(cell, 50)] == [8] * 5
     for name, case in all_cases().items():
-        assert simulated.name_of(case.fields) == name
+        assert name_of(case.fields) == name
     with pytest.raises(ValueError, match="row: expected a known mode"):
-        simulated.name_of({"mode": "medusa", "budget": None, "tile": "none"})
+        name_of({"mode": "medusa", "budget": None, "tile": "none"})
 
 
 def test_what_fails_does_not_take_the_others_with_it(

@@ -69,6 +69,30 @@ def test_simulated_loops_of_a_few_requests_a_worker_are_one_group(tmp_path: Path
     assert eight["protocol"] == "a few requests of each worker"
 
 
+def test_loops_of_the_shapes_at_temperature_1_fill_their_lines(tmp_path: Path) -> None:
+    greedy = [row for row in result_rows.loops() if row["acceptance"] == "simulated"]
+    sampled = [row | {"temperature": 1.0} for row in greedy if row["mode"] != "ar"]
+    (tmp_path / "closed_loop.json").write_text(json.dumps(greedy + sampled))
+    rows = reproduce_throughput.compute(tmp_path)
+    section = reproduce_throughput.EXPERIMENT.section(rows)
+    ours = {line.what: line.ours for line in section.every}
+    for kind in ("Qwen3-8B shapes", "Qwen3-4B shapes"):
+        for budget, gain_of in (("half", 0.5), ("auto", 1.0)):
+            what = f"the same at temperature 1, {kind}, `{budget}`"
+            assert ours[what] == pytest.approx(gain_of)
+        assert any(text.startswith(f"{kind} at temperature 1: ") for text in section.ours)
+    # What else is made of these rows is greedy.
+    for each in (reproduce_peers, reproduce_ablation, reproduce_steps):
+        assert each.compute(tmp_path) == each.compute(written(tmp_path / "greedy", greedy))
+
+
+def written(folder: Path, rows: list[Any]) -> Path:
+    """A results folder with only these closed loops."""
+    folder.mkdir(exist_ok=True)
+    (folder / "closed_loop.json").write_text(json.dumps(rows))
+    return folder
+
+
 def test_widths_are_relative_to_the_full_one(measured: Path) -> None:
     rows = rows_of(measured, reproduce_width)
     assert [row["width"] for row in rows] == [4, 8, 14, 16]
