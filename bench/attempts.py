@@ -12,13 +12,17 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Attempts:
-    """`seconds`: start nothing after so long; `most`: give up after so many failures."""
+    """`seconds`: start nothing so long after `begin`; `most`: give up after so many failures."""
 
     seconds: float = float("inf")
     most: int = 3
     failed: list[str] = field(default_factory=list)
     skipped: int = 0
     _began: float = field(default_factory=time.perf_counter)
+
+    def begin(self) -> None:
+        """Count the seconds from now on: compiling, before it, uses up none of them."""
+        self._began = time.perf_counter()
 
     @contextmanager
     def attempt(self, what: str) -> Iterator[None]:

@@ -88,6 +88,7 @@ def run(
         return
     longest = max(len(p) for cell in left for p in prompts[cell.set])
     ready = warm_up(pair, left, longest, attempts)
+    attempts.begin()
     for cell in tqdm(left, desc="cells", mininterval=2):
         if (cell.case, cell.temperature) not in ready or not attempts.may_start():
             continue
@@ -248,7 +249,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prefix-cache", action="store_true", help="prompts come twice each")
     parser.add_argument("--eager-prefill", dest="compile_prefill", action="store_false")
     parser.add_argument("--again", action="store_true", help="measure known cells anew")
-    parser.add_argument("--seconds", type=float, default=1e9, help="start no cell after this")
+    parser.add_argument(
+        "--seconds", type=float, default=1e9,
+        help="start no cell so long after the first one; loading and compiling come on top",
+    )  # fmt: skip
     parser.add_argument("--tiny", action="store_true", help="toy models, on a CPU")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--commit")

@@ -90,6 +90,7 @@ def loops(name: str, args: argparse.Namespace, attempts: Attempts) -> None:
     engine = SwitchedEngine(models.target, models.drafter, models.predictor, slots, trace)
     try:
         ready = warm_up(engine, args, times, attempts)
+        attempts.begin()
         for label in args.traces:
             for cell in tqdm(cells_of(args, label), desc=f"{name}, {label}", mininterval=2):
                 if (cell.case, cell.temperature) not in ready or not attempts.may_start():
@@ -213,7 +214,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--replays", type=int, default=5, help="repetitions of the sweep")
     parser.add_argument("--replayed-requests", type=int, default=512)
     parser.add_argument("--eager-prefill", dest="compile_prefill", action="store_false")
-    parser.add_argument("--seconds", type=float, default=1e9, help="start no loop after this")
+    parser.add_argument(
+        "--seconds", type=float, default=1e9,
+        help="start no loop of a model so long after its first one; compiling comes on top",
+    )  # fmt: skip
     parser.add_argument("--tiny", action="store_true", help="toy size, on a CPU")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--commit")

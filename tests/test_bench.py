@@ -1,30 +1,20 @@
-"""The closed-loop benches on toy models: modes share their stages, the real loop says what
-`generate` says, and the replay takes the engine's own steps."""
+"""The engine of the closed-loop benches on toy models: modes share their stages and say the same,
+and the replay takes the engine's own steps."""
 
-import importlib
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from bench import closed_loop as real
-from bench import closed_loop_simulated as simulated
 from bench import switched
-from bench.aggregate import LOOP_FIELDS, LOOP_KEYS, read_rows
 from bench.client import closed_loop, figures
-from bench.loop_cells import Cell, all_cases
 from bench.replay import Replay, Times
-from bench.result_files import ResultFile
-from bench.serving_times import read_times
 from bench.shapes import SHAPES, build
 from bench.simulated import SETTINGS, Trace, draw
-from bench.simulated_cells import cell_of, lengths, name_of, requests_of
 from bench.step_cases import CASES, Case
 from bench.switched import SharedCore, SwitchedEngine
 from dscale.config import EngineConfig
@@ -166,126 +156,3 @@ def test_a_larger_bucket_stands_in() -> None:
     times = flat_times({**table})
     assert [times.of_step(2, rows).base for rows in (3, 4, 5, 0)] == [1.0, 1.0, 2.0, 0.5]
     assert times.of_prefill(4096) == (1.0, 0.5)
-
-
-def test_real_cells_are_measured_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--tiny", "--sets", "gsm8k", "--concurrency", "2", "--modes", "ar", "+tiles"]
-    arguments += ["--repetitions", "1", "--out", str(tmp_path), "--commit", "one"]
-    rows = [run_real(arguments), run_real(arguments), run_real([*arguments, "--commit", "two"])]
-    assert "2 cells, 2 of them measured already" in capsys.readouterr().out
-    assert rows[0] == rows[1]
-    assert [row["commit"] for row in rows[2]] == ["two", "two"]
-    for row in read_rows(tmp_path / "closed_loop.json", LOOP_FIELDS):
-        assert row["acceptance"] == "real"
-        assert row["output_tokens"] == 5 * 12
-        assert row["capped"] == 5
-        assert row["predictor"] is None
-    with pytest.raises(ValueError, match="expected rows with"):
-        ResultFile(written(tmp_path / "other.json", [{"a": 1}]), LOOP_KEYS, {})
-
-
-def run_real(arguments: list[str]) -> list[dict[str, Any]]:
-    """`python -m bench.closed_loop` with these arguments; returns the file's rows."""
-    args = real.parse(arguments)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["closed_loop", *arguments])
-        real.main()
-    rows: list[dict[str, Any]] = json.loads((args.out / "closed_loop.json").read_text())
-    return rows
-
-
-def written(path: Path, rows: object) -> Path:
-    path.write_text(json.dumps(rows))
-    return path
-
-
-def test_simulated_loops_and_their_replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = ["x", "--tiny", "--modes", "dflash", "dscale-half", "--traces", "six"]
-    arguments += ["--temperature", "0", "1", "--out", str(tmp_path), "--commit", "one"]
-    monkeypatch.setattr(sys, "argv", arguments)
-    simulated.main()
-    rows = read_rows(tmp_path / "closed_loop.json", LOOP_FIELDS)
-    assert {(r["acceptance"], r["trace"], r["model"]) for r in rows} == {
-        ("simulated", "six", "toy shape")
-    }
-    measured = [r for r in rows if r["source"] == "measured"]
-    against = [r for r in rows if "replay_error" in r]
-    assert len(measured) == len(against) == 8
-    for row, again in zip(measured, against, strict=True):
-        same = (*LOOP_KEYS[4:], "tokens_per_step", "steps", "rows_per_step", "output_tokens")
-        assert [row[name] for name in same] == [again[name] for name in same]
-        assert cell_of(row).case == name_of(again)
-    swept = {(r["concurrency"], r["temperature"]) for r in rows if r["requests"] == 12}
-    assert swept == {(2, 0.0), (2, 1.0), (3, 0.0), (3, 1.0)}
-    with pytest.raises(ValueError, match=r"expected rows of .*'ar'.*, got none"):
-        read_times(tmp_path, "toy shape", CASES["ar"])
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_simulated_requests_are_chosen_at_their_temperature(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, temperature: float
-) -> None:
-    """Loops, steps that are timed and prefills: every choice goes through the temperature's
-    chooser, and a replay reads the times of its own."""
-    chosen: dict[bool, float] = {}
-
-    def watched(whole: Any) -> Any:
-        def choose(logits: Any, position: Any, sampling: Any, chooser: Any) -> Any:
-            highest = max(chosen.get(chooser.sample, 0.0), float(sampling.temperature.max()))
-            chosen[chooser.sample] = highest
-            return whole(logits, position, sampling, chooser)
-
-        return choose
-
-    for module in ("verify", "prefill"):
-        name = f"dscale.compiled.{module}.choose"
-        monkeypatch.setattr(name, watched(importlib.import_module(name[:-7]).choose))
-    arguments = ["x", "--tiny", "--modes", "dflash", "--traces", "six", "--out", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", [*arguments, "--temperature", str(temperature)])
-    simulated.main()
-    assert chosen == {temperature > 0: temperature}
-    read_times(tmp_path, "toy shape", CASES["dflash"], sampled=temperature > 0)
-    with pytest.raises(ValueError, match=r"bucket_times.json: expected rows of .*, got none"):
-        read_times(tmp_path, "toy shape", CASES["dflash"], sampled=temperature == 0)
-
-
-def test_simulated_requests() -> None:
-    assert lengths("prompt128-new256", 2) == [(128, 256)] * 2
-    chat = lengths("chat", 200, seed=1)
-    assert chat == lengths("chat", 200, seed=1)
-    prompts, news = zip(*chat, strict=True)
-    assert (min(prompts) >= 60, max(prompts) <= 250) == (True, True)
-    assert (min(news) >= 64, max(news) <= 512) == (True, True)
-    for wrong in ("gsm8k", "prompt0-new4", "prompt-new"):
-        with pytest.raises(ValueError, match="set: expected 'chat' or 'promptP-newN'"):
-            lengths(wrong, 1)
-    cell = Cell("prompt8-new4", 2, 0.0, "ar", 0, requests=3, warmup=2, output_cap=4)
-    assert [len(r.prompt) for r in requests_of(cell, 50)] == [8] * 5
-    for name, case in all_cases().items():
-        assert name_of(case.fields) == name
-    with pytest.raises(ValueError, match="row: expected a known mode"):
-        name_of({"mode": "medusa", "budget": None, "tile": "none"})
-
-
-def test_what_fails_does_not_take_the_others_with_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = ["--tiny", "--sets", "gsm8k", "--concurrency", "2", "--modes", "ar", "+tiles"]
-    arguments += ["--repetitions", "1", "--out", str(tmp_path)]
-    assert real.cells_of(real.parse(arguments))[0].case == "ar"
-    whole = real.measure
-
-    def measure(pair: Any, cell: Cell, prompts: Any) -> Any:
-        if cell.case == "ar":
-            raise ArithmeticError("not today")
-        return whole(pair, cell, prompts)
-
-    monkeypatch.setattr(real, "measure", measure)
-    with pytest.raises(SystemExit, match=r"failed: .'gsm8k c=2 T=0 ar'"):
-        run_real(arguments)
-    assert "not today" in capsys.readouterr().err
-    assert [row["mode"] for row in json.loads((tmp_path / "closed_loop.json").read_text())] == [
-        "+tiles"
-    ]
-    run_real([*arguments, "--seconds", "0"])
-    assert "time is up: 1 not measured" in capsys.readouterr().out
