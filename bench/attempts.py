@@ -15,7 +15,7 @@ class Attempts:
     """`seconds`: start nothing so long after `begin`; `most`: give up after so many failures."""
 
     seconds: float = float("inf")
-    most: int = 3
+    most: float = 3
     failed: list[str] = field(default_factory=list)
     skipped: int = 0
     _began: float = field(default_factory=time.perf_counter)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import argparse
 import gc
 import time
-import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -15,6 +13,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from bench.attempts import Attempts
 from bench.profile_step import counts, format_table, graph_pool_mib
 from bench.result_files import ResultFile
 from bench.shapes import Shape, build
@@ -42,11 +41,13 @@ STEP_FIELDS: dict[str, Any] = dict.fromkeys(
 
 
 class Bench:
-    """All measurements of one model."""
+    """All measurements of one model; where one fails, `attempts` goes on with the next."""
 
-    def __init__(self, shape: Shape, args: argparse.Namespace, base: dict[str, Any]) -> None:
-        self.shape, self.args = shape, args
-        self.lanes, self.failed = max(args.requests), list[str]()
+    def __init__(
+        self, shape: Shape, args: argparse.Namespace, base: dict[str, Any], attempts: Attempts
+    ) -> None:
+        self.shape, self.args, self.attempts = shape, args, attempts
+        self.lanes = max(args.requests)
         self.cases = [CASES[name] for name in args.modes]
         self.fixed_cases = [case for case in self.cases if case.rows(1) is not None]
         base = base | {"model": shape.name}
@@ -78,7 +79,7 @@ class Bench:
                 print(f"{name}: skipped, it needs a CUDA device", flush=True)
                 continue
             began = time.perf_counter()
-            with self.attempt(name):
+            with self.attempts.attempt(f"{self.shape.name} {name}"):
                 part(self)
             took = round(time.perf_counter() - began, 1)
             print({"part": name, "seconds": took, **device_memory()}, flush=True)
@@ -90,15 +91,6 @@ class Bench:
         tokens = max(self.args.contexts) + room_for(self.args.new_tokens)
         return make_rig(models, trace, self.lanes, tokens, spare)
 
-    @contextmanager
-    def attempt(self, *what: object) -> Iterator[None]:
-        """Go on with the next measurement where one fails; the run then ends with an error."""
-        try:
-            yield
-        except Exception:
-            self.failed.append(" ".join(map(str, (self.shape.name, *what))))
-            traceback.print_exc()
-
     def each(self, label: str, measure: Measure, cases: list[Case], contexts: list[int]) -> None:
         """Measure every case at every number of requests, the largest first, and every context."""
         every = [
@@ -108,7 +100,8 @@ class Bench:
             for context in contexts
         ]
         for case, lanes, context in tqdm(every, desc=label, mininterval=2):
-            with self.attempt(label, case, lanes, context):
+            what = f"{self.shape.name} {label} {case} {lanes} {context}"
+            with self.attempts.attempt(what):
                 measure(case, lanes, context)
 
     def say(self, row: dict[str, Any], *names: str) -> None:
