@@ -13,8 +13,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench import closed_loop as real
-from bench import closed_loop_simulated as simulated
 from bench import recorded
+from bench import simulated_cells as cells
 from bench.loop_cells import Cell
 
 
@@ -58,8 +58,8 @@ def test_requests_stay_whole_and_come_in_random_order(tmp_path: Path) -> None:
     assert not torch.equal(dealt[:, 0], dealt[:, 1])
     assert torch.equal(dealt, recorded.load(path, 24, 2, seed=1)[1])
     args = argparse.Namespace(recorded=path, slots=1)
-    drawn = simulated.draws(args, "recorded", 1)
-    assert drawn[1].shape == (simulated.TRACE_STEPS, 2)
+    drawn = cells.draws(args, "recorded", 1)
+    assert drawn[1].shape == (cells.TRACE_STEPS, 2)
 
 
 def test_another_file_is_refused(tmp_path: Path) -> None:
