@@ -20,7 +20,7 @@ from bench.step_cases import Case
 from dscale.compiled.attention import PREFILL_TILE, VERIFY_TILE
 from dscale.kernels import ops
 from dscale.policy import AutoBudget, Choice, Cost, Costs, FixedBudget, Policy
-from dscale.prefill import FILL_ROWS, tiles_of
+from dscale.prefill import FILL_ROWS, next_length, tiles_of
 from dscale.request import Request
 from dscale.stats import Stats
 from dscale.timing import MeasuredCosts
@@ -142,7 +142,7 @@ class Replay:
         lengths: dict[Request, int] = {}
         height = 0
         for request in self._filling:
-            length = min(self.chunk, left, len(request.prompt) - request.prefilled)
+            length = next_length(len(request.prompt) - request.prefilled, min(self.chunk, left))
             height = max(height, tiles_of(length) * PREFILL_TILE)
             if length < 1 or (lengths and height * (1 + len(lengths)) > FILL_ROWS):
                 break

@@ -17,7 +17,7 @@ import torch
 from dscale.compiled.attention import PREFILL_TILE
 from dscale.core import Core
 from dscale.decode import Decoding, Launch
-from dscale.prefill import FILL_ROWS, tiles_of
+from dscale.prefill import FILL_ROWS, next_length, tiles_of
 from dscale.prefix import PagePool
 from dscale.request import FinishReason, Request, finish_reason
 from dscale.sizing import explained
@@ -215,7 +215,7 @@ class Batcher:
         for request in self.filling:
             if request.leader is not None:
                 continue
-            length = min(size, left, len(request.prompt) - request.prefilled)
+            length = next_length(len(request.prompt) - request.prefilled, min(size, left))
             height = max(height, tiles_of(length) * PREFILL_TILE)
             if length < 1 or (group and height * (1 + len(group)) > FILL_ROWS):
                 break

@@ -23,7 +23,7 @@ from dscale.policy import AutoBudget, FixedBudget, Policy
 from dscale.prefill import packed_chunk
 from dscale.request import Request
 from dscale.sizing import Sizes, allocate, check_room, memory_of, needed, roomy
-from dscale.stages import Stage, Stages, build_stages, prompt_stage
+from dscale.stages import Stage, Stages, build_stages, prompt_stage, split_products
 from dscale.stats import Stats
 from dscale.timing import (
     MeasuredCosts,
@@ -104,23 +104,22 @@ class Core:
 
         Those whose prompt ends commit their first token; returns the ones that end with it."""
         assert self.workspace is not None
-        if any(r.guide is not None for r in requests):
-            stages: Stages = self._host_stages(requests)
-        else:
-            stages = self.stages(chooser_of(requests))
+        guided = any(r.guide is not None for r in requests)
+        stages = self._host_stages(requests) if guided else self.stages(chooser_of(requests))
         w = self.workspace
         chunk = (
             w.chunk(requests, lengths) if self.flex else packed_chunk(requests, lengths, w.norm)
         )
+        step = w.assign([r.slot for r in requests])
         begin_step()
-        stages.prefill(w.requests, w.assign([r.slot for r in requests]), chunk)
+        stages.prefill(w.requests, step, chunk)
         self.stats.prompt_tokens += sum(lengths)
         for request, length in zip(requests, lengths, strict=True):
             request.prefilled += length
         if all(r.prefilled < len(r.prompt) for r in requests):
             return []
         ended = []
-        results = w.step(len(requests)).result_NX.tolist()
+        results = step.result_NX.tolist()
         for request, row in zip(requests, results, strict=True):
             if request.prefilled < len(request.prompt):
                 continue
@@ -264,6 +263,8 @@ class Core:
         """The pass over prompts, for every way of choosing tokens."""
         if self._prompt is None:
             assert self.workspace is not None
+            if self.flex:
+                split_products(self.target, self.drafter)  # what is compiled depends on it
             self._prompt = prompt_stage(
                 self.target, self.drafter, self.workspace,
                 flex=self.flex, captured=self.captures_prompts,

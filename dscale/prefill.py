@@ -25,6 +25,14 @@ def tiles_of(rows: int) -> int:
     return -(-rows // PREFILL_TILE)
 
 
+def next_length(rest: int, most: int) -> int:
+    """Tokens of a prompt's next chunk, of `rest` that are left and at most `most`.
+
+    Whole tiles but for its last chunk: then no tile reaches past the request's pages, where it
+    would read the scratch page and what others leave there, NaN maybe."""
+    return rest if rest <= most else most - most % PREFILL_TILE
+
+
 def bucket_of_tiles(tiles: int) -> int:
     """Smallest bucket that holds `tiles`."""
     return next((b for b in TILES if b >= tiles), 1 << (tiles - 1).bit_length())
