@@ -64,6 +64,8 @@ def pair(args: argparse.Namespace) -> tuple[Engine, list[int]]:
     pool = 128 * -(-(args.running * (args.room + 256) + args.prompt + 1024) // 128)
     settings: dict[str, Any] = {"mode": "dscale", "budget": "half", "pool_tokens": pool}
     settings |= {"max_concurrency": args.running + 1, "prefix_cache": False}
+    # The longest, so that the warm-up captures prompts of every size.
+    settings["prefill_chunk"] = max(args.chunks)
     settings["compile_prefill"] = None if args.compile_prefill else False
     if args.model == "smollm2":
         model, tokenizer = dscale.demo.load(torch.bfloat16)
@@ -155,7 +157,7 @@ def main() -> None:
         print({"warm_up_s": round(time.perf_counter() - began, 1)}, flush=True)
         core = engine.batcher.core
         for chunk in tqdm(args.chunks, desc="prefill_chunk"):
-            # Nothing that was compiled depends on it.
+            # What was compiled and captured serves the shorter ones as well.
             core.config = dataclasses.replace(core.config, prefill_chunk=chunk)
             measure(engine, text, args)  # its shapes' first time
             runs = [measure(engine, text, args) for _ in range(args.repeats)]

@@ -183,26 +183,28 @@ def attend(
             value,
             block_mask=mask,
             enable_gqa=shared != group,
-            kernel_options=kernel_options(tile, group, head_dim),
+            kernel_options=kernel_options(tile, group, q_NXQE),
         )
     out = out.view(lanes, num_heads // shared, shared, height, head_dim).permute(0, 3, 1, 2, 4)
     return out[rows.lane_R, rows.tile_row_R].reshape(num_rows, num_heads * head_dim)
 
 
-def kernel_options(tile: Tile, group: int, head_dim: int) -> FlexKernelOptions:
-    """Options of FlexAttention's main kernel.
+def kernel_options(tile: Tile, group: int, query: Tensor) -> FlexKernelOptions:
+    """Options of FlexAttention's main kernel for queries `[..., E]`.
 
     Its decoding kernel, which AUTO would pick for short queries, took 3.8 ms where this one took
     0.83 ms (4 layers of 8B shape, 8 requests, H200); 4 warps, 3 stages and 64 keys a step were the
     best of those tried for a verify tile. 128 rows of 128 sums are too many for the registers of 4
-    warps; PyTorch takes 8 there, too."""
-    height = max(16, tile.q_block(group))
+    warps; PyTorch takes 8 there, too. Three stages of wide float32 heads would not fit into a
+    Hopper GPU's 227 KiB of shared memory."""
+    height, keys, head_dim = max(16, tile.q_block(group)), 64, query.shape[-1]
+    staged = query.element_size() * head_dim * (height + 3 * 2 * keys)
     return {
         "FORCE_USE_FLEX_ATTENTION": True,
         "BLOCK_M": height,
-        "BLOCK_N": 64,
+        "BLOCK_N": keys,
         "num_warps": 8 if height * head_dim >= 128 * 128 else 4,
-        "num_stages": 3,
+        "num_stages": 3 if staged <= 220 * 1024 else 1,
     }
 
 

@@ -7,7 +7,15 @@ import torch
 from paged import shuffled_paging, slots
 from torch import Tensor
 
-from dscale.compiled.attention import Rows, Tile, attend, block_mask, block_tables, visibility
+from dscale.compiled.attention import (
+    Rows,
+    Tile,
+    attend,
+    block_mask,
+    block_tables,
+    kernel_options,
+    visibility,
+)
 from dscale.compiled.kv import Paging, slots_of, write
 from dscale.kernels.reference_heads import tiles_of
 
@@ -161,3 +169,18 @@ def test_an_idle_lane_on_the_scratch_page_stays_finite(flex: bool) -> None:
         visibility(paging, tile, 3),
     )
     assert out.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "height", "warps", "stages"),
+    [(torch.bfloat16, 128, 16, 4, 3), (torch.bfloat16, 128, 64, 8, 3), (torch.bfloat16, 64, 64, 4, 3),
+     (torch.float32, 64, 64, 4, 3), (torch.float32, 128, 16, 4, 1), (torch.float32, 128, 64, 8, 1)],
+)  # fmt: skip
+def test_options_fit_the_tile(
+    dtype: torch.dtype, head_dim: int, height: int, warps: int, stages: int
+) -> None:
+    got = kernel_options(Tile(height=height), 4, torch.empty(1, 1, 1, head_dim, dtype=dtype))
+    assert (got["num_warps"], got["num_stages"]) == (warps, stages)
+    rows, keys = got["BLOCK_M"], got["BLOCK_N"]
+    assert rows == min(4 * height, 128)
+    assert dtype.itemsize * head_dim * (rows + 2 * keys * stages) <= 227 * 1024
