@@ -173,9 +173,15 @@ def test_an_idle_lane_on_the_scratch_page_stays_finite(flex: bool) -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "height", "warps", "stages"),
-    [(torch.bfloat16, 128, 16, 4, 3), (torch.bfloat16, 128, 64, 8, 3), (torch.bfloat16, 64, 64, 4, 3),
-     (torch.float32, 64, 64, 4, 3), (torch.float32, 128, 16, 4, 1), (torch.float32, 128, 64, 8, 1)],
-)  # fmt: skip
+    [
+        (torch.bfloat16, 128, 16, 4, 3),
+        (torch.bfloat16, 128, 64, 8, 3),
+        (torch.bfloat16, 64, 64, 4, 3),
+        (torch.float32, 64, 64, 4, 3),
+        (torch.float32, 128, 16, 4, 1),
+        (torch.float32, 128, 64, 8, 1),
+    ],
+)
 def test_options_fit_the_tile(
     dtype: torch.dtype, head_dim: int, height: int, warps: int, stages: int
 ) -> None:
