@@ -17,10 +17,10 @@ from torch import Tensor
 
 from bench.client import Intervals, Served
 from bench.step_cases import Case
-from dscale.compiled.attention import PREFILL_TILE, VERIFY_TILE
+from dscale.compiled.attention import VERIFY_TILE
 from dscale.kernels import ops
 from dscale.policy import AutoBudget, Choice, Cost, Costs, FixedBudget, Policy
-from dscale.prefill import FILL_ROWS, next_length, tiles_of
+from dscale.prefill import next_lengths
 from dscale.request import Request
 from dscale.stats import Stats
 from dscale.timing import MeasuredCosts
@@ -139,17 +139,11 @@ class Replay:
 
     def _fill(self) -> list[Request]:
         left = self.chunk if self._live else self.chunk * len(self._filling)
-        lengths: dict[Request, int] = {}
-        height = 0
-        for request in self._filling:
-            length = next_length(len(request.prompt) - request.prefilled, min(self.chunk, left))
-            height = max(height, tiles_of(length) * PREFILL_TILE)
-            if length < 1 or (lengths and height * (1 + len(lengths)) > FILL_ROWS):
-                break
-            lengths[request] = length
-            left -= length
-        if not lengths:
+        rests = (len(r.prompt) - r.prefilled for r in self._filling)
+        found = next_lengths(rests, self.chunk, left, padded=not self.padded)
+        if not found:
             return []
+        lengths = dict(zip(self._filling, found, strict=False))
         whole, alone = self.times.of_prefill(sum(lengths.values()))
         for request, length in lengths.items():
             request.prefilled += length

@@ -14,10 +14,9 @@ from weakref import ref
 
 import torch
 
-from dscale.compiled.attention import PREFILL_TILE
 from dscale.core import Core
 from dscale.decode import Decoding, Launch
-from dscale.prefill import FILL_ROWS, next_length, tiles_of
+from dscale.prefill import next_lengths
 from dscale.prefix import PagePool
 from dscale.request import FinishReason, Request, finish_reason
 from dscale.sizing import explained
@@ -208,22 +207,17 @@ class Batcher:
         others decode, one chunk's tokens in all."""
         if found := self.pages.follow(self.filling):
             self.core.place(found)
-        size, height = self.core.config.prefill_chunk, 0
-        left = size if self.live else size * len(self.filling)
-        group: list[Request] = []
-        lengths: list[int] = []
-        for request in self.filling:
-            if request.leader is not None:
-                continue
-            length = next_length(len(request.prompt) - request.prefilled, min(size, left))
-            height = max(height, tiles_of(length) * PREFILL_TILE)
-            if length < 1 or (group and height * (1 + len(group)) > FILL_ROWS):
-                break
-            group.append(request)
-            lengths.append(length)
-            left -= length
-        if not group:
+        size = self.core.config.prefill_chunk
+        group = [r for r in self.filling if r.leader is None]
+        lengths = next_lengths(
+            (len(r.prompt) - r.prefilled for r in group),
+            size,
+            size if self.live else size * len(group),
+            padded=not self.core.flex,
+        )
+        if not lengths:
             return
+        group = group[: len(lengths)]
         ended: list[Request] = []
         for guided in (False, True):
             part = [i for i, r in enumerate(group) if (r.guide is not None) == guided]

@@ -3,6 +3,8 @@ buffers of whole tiles."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -15,9 +17,8 @@ TILES = (2, 4, 6, 8, 12, 16, 24, 32)
 """Tiles of a captured chunk, powers of two beyond; from 2 for the reason that lanes are."""
 
 FILL_ROWS = TILES[-1] * PREFILL_TILE
-"""Rows of one prefill pass, counted as if all chunks were as long as the longest (the gathered
-route pads them so), unless `prefill_chunk` alone is more. Enough for a large GPU: at 8B shapes
-they are 33 TFLOP, some 40 ms of an H200."""
+"""Rows of one prefill pass, unless `prefill_chunk` alone is more. Enough for a large GPU: at 8B
+shapes they are 33 TFLOP, some 40 ms of an H200."""
 
 
 def tiles_of(rows: int) -> int:
@@ -31,6 +32,25 @@ def next_length(rest: int, most: int) -> int:
     Whole tiles but for its last chunk: then no tile reaches past the request's pages, where it
     would read the scratch page and what others leave there, NaN maybe."""
     return rest if rest <= most else most - most % PREFILL_TILE
+
+
+def next_lengths(rests: Iterable[int], most: int, left: int, *, padded: bool) -> list[int]:
+    """Tokens of the next chunks of one pass: of the first prompts, as many as FILL_ROWS hold.
+
+    `rests`: tokens each prompt has left. `most`: tokens of a chunk; `left`: of all together.
+    `padded`: all chunks take as many rows as the longest (the gathered route pads them so)."""
+    lengths: list[int] = []
+    rows = height = 0
+    for rest in rests:
+        length = next_length(rest, min(most, left))
+        own = tiles_of(length) * PREFILL_TILE
+        rows, height = rows + own, max(height, own)
+        taken = height * (1 + len(lengths)) if padded else rows
+        if length < 1 or (lengths and taken > FILL_ROWS):
+            break
+        lengths.append(length)
+        left -= length
+    return lengths
 
 
 def bucket_of_tiles(tiles: int) -> int:

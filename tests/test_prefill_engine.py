@@ -16,7 +16,7 @@ import dscale.compiled.target
 from dscale.choosers import GREEDY
 from dscale.compiled.kv import PAGE
 from dscale.core import Core
-from dscale.prefill import next_length
+from dscale.prefill import next_length, next_lengths
 from dscale.request import Request
 
 POISON = VOCAB - 1
@@ -93,6 +93,17 @@ def test_a_prompt_without_finite_logits_spoils_no_other(as_on_a_gpu: None) -> No
 def test_chunks_are_whole_tiles_but_the_last() -> None:
     cases = [(1, 64), (64, 64), (65, 64), (700, 412), (412, 412), (413, 412), (70, 60), (60, 60)]
     assert [next_length(*case) for case in cases] == [1, 64, 64, 384, 412, 384, 0, 60]
+
+
+def test_chunks_of_one_pass() -> None:
+    ragged = [512, *[1] * 40]
+    # 2,048 rows: as many as the longest each, or the tiles they take.
+    assert next_lengths(ragged, 512, 9999, padded=True) == [512, 1, 1, 1]
+    assert next_lengths(ragged, 512, 9999, padded=False) == [512, *[1] * 24]
+    assert next_lengths([700, 90, 5], 512, 512, padded=False) == [512]
+    assert next_lengths([90, 700, 5], 512, 512, padded=False) == [90, 384, 5]
+    assert next_lengths([5000, 1], 4096, 9999, padded=False) == [4096]
+    assert next_lengths([], 512, 0, padded=False) == []
 
 
 def test_products_are_split_before_a_guided_request_compiles_them(

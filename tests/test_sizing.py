@@ -261,14 +261,14 @@ def test_a_prefill_pass_has_only_so_many_rows(pair: Pair, monkeypatch: pytest.Mo
         batcher = spec.engine.batcher
 
         def run(lengths: list[int], most: int) -> None:
-            monkeypatch.setattr("dscale.batcher.FILL_ROWS", most)
+            monkeypatch.setattr("dscale.prefill.FILL_ROWS", most)
             passes.clear()
             batcher.add([request(n, 2) for n in lengths])
             while batcher.busy:
                 batcher.round()
 
         run([9, 3, 129, 17, 1, 9, 260, 40, 3, 127], 512)
-        # Padded to tiles of 128 rows: four requests at most, in order.
+        # All padded to the longest one's 128 rows: four requests at most, in order.
         assert passes[0] == [9, 3, 128, 17]
         assert all(len(lengths) <= 4 for lengths in passes)
         assert sum(map(sum, passes)) == 598
