@@ -16,6 +16,7 @@ import torch
 
 from dscale.batcher import Batcher
 from dscale.compiled.capture import load_trees, own_trees
+from dscale.cpu_threads import release_threads
 from dscale.errors import ClosedError
 
 Command = Callable[[Batcher], None]
@@ -30,6 +31,7 @@ class Worker:
         self._lock = threading.RLock()
         self._closed = False
         self._batcher = batcher
+        self._on_cpu = batcher.core.target.norm.device.type == "cpu"
         if batcher.core.target.norm.device.type == "cuda":
             load_trees()
         self._thread: threading.Thread | None = None
@@ -46,6 +48,8 @@ class Worker:
                 )
                 self._thread.start()
             self._inbox.put(command)
+        if self._on_cpu and self._thread is not threading.current_thread():
+            release_threads()
 
     def ask(self, command: Command) -> None:
         """`tell`, then wait until it has run; raises what it raises. On the thread itself, as when
@@ -110,6 +114,8 @@ def _work(batcher: Batcher, inbox: SimpleQueue[Command | None]) -> None:
         trees = own_trees()
     with trees, torch.no_grad():
         while True:
+            if device.type == "cpu" and not batcher.busy:
+                release_threads()
             try:
                 command = inbox.get(block=not batcher.busy)
             except Empty:

@@ -16,7 +16,7 @@ import dscale.demo
 from dscale.text import read_prompts
 
 # Against plain generate() in the same process, one thread, these prompts: 1.73 x at 6 rows, 1.72 x
-# at 8, 1.61 x at 10. More rows cost more than they bring on a CPU.
+# at 8, 1.61 x at 10; with two threads 1.57 x at 8. More rows cost more than they bring on a CPU.
 CPU_BUDGET = 8
 PROMPTS = Path(__file__).parents[1] / "bench" / "data" / "demo.jsonl"
 
