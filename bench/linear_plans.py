@@ -27,7 +27,8 @@ from bench.graphs import BYTES_PER_S
 from bench.result_files import ResultFile
 from bench.rows import environment
 from bench.shapes import SHAPES, Shape
-from dscale.kernels.linear_plans import FILE, Plan
+from dscale.compiled.packed import turns
+from dscale.kernels.linear_plans import FILE, Plan, device_kind
 
 KEYS = ("capability", "processors", "columns", "inner", "rows")
 ROWS = (16, 64, 128, 256)
@@ -125,13 +126,12 @@ def split(plan: Plan, turn: Tensor) -> Run:
 
 def compile_all(plans: Sequence[Plan], device: torch.device) -> set[Plan]:
     """Compile each plan's kernel, several at a time; returns those that the GPU takes."""
-    turn = torch.zeros(4096, dtype=torch.int32, device=device)
     x, weight = (torch.ones(n, 2048, device=device, dtype=torch.bfloat16) for n in (256, 4096))
     works: set[Plan] = set()
 
     def run(plan: Plan) -> None:
         try:
-            split(plan, turn.clone())(x, weight)
+            split(plan, turns(device))(x, weight)
             torch.cuda.synchronize()
             works.add(plan)
         except Exception as error:
@@ -148,8 +148,7 @@ def best(
     rows: int, columns: int, inner: int, plans: Sequence[Plan], device: torch.device
 ) -> dict[str, Any]:
     """A row of the table: the fastest plan and the library, both measured again at the end."""
-    clock, turn = Clock(rows, columns, inner, device), torch.zeros(4096, dtype=torch.int32)
-    turn = turn.to(device)
+    clock, turn = Clock(rows, columns, inner, device), turns(device)
     first = {plan: clock.microseconds(split(plan, turn), 3) for plan in plans}
     again = {
         plan: clock.microseconds(split(plan, turn), 15)
@@ -179,8 +178,7 @@ def main() -> None:
     device = torch.device("cpu" if args.tiny else "cuda:0")
     base = environment(args.commit) | {"capability": "", "processors": 0}
     if not args.tiny:
-        of = torch.cuda.get_device_properties(0)
-        base |= {"capability": f"{of.major}.{of.minor}", "processors": of.multi_processor_count}
+        base["capability"], base["processors"] = device_kind(0)
     file = ResultFile(args.out, KEYS, base)
     cases = [
         (rows, columns, inner)

@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from dscale.compiled.attention import VERIFY_TILE, Rows
+from dscale.compiled.capture import fixed
 from dscale.compiled.decide import Decide
 from dscale.compiled.flow import Packed, Requests, Step
 from dscale.compiled.kv import Paging
 from dscale.compiled.verify import Verify
-from dscale.workspace import fixed
 
 CANDIDATES = VERIFY_TILE - 1
 

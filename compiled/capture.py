@@ -1,8 +1,9 @@
-"""Compiling a stage for a GPU: one dynamic compile, and where its sizes come in buckets one
-captured graph for each."""
+"""Compiling a stage for a GPU: one dynamic compile, and one captured graph for each bucket of its
+sizes."""
 
 from __future__ import annotations
 
+import sys
 import threading
 import types
 from collections import defaultdict
@@ -11,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 def capture(stage: nn.Module) -> Callable[..., Any]:
@@ -23,12 +24,6 @@ def capture(stage: nn.Module) -> Callable[..., Any]:
     function: Callable[..., Any] = torch.compile(
         own_forward(stage), mode="reduce-overhead", fullgraph=True
     )
-    return function
-
-
-def compiled(stage: nn.Module) -> Callable[..., Any]:
-    """Compile a stage whose sizes are too many to capture; nothing of it is fixed in place."""
-    function: Callable[..., Any] = torch.compile(own_forward(stage), fullgraph=True)
     return function
 
 
@@ -48,9 +43,19 @@ def own_forward(stage: nn.Module) -> Callable[..., Any]:
     return types.MethodType(own, stage)
 
 
+def fixed(tensor: Tensor) -> Tensor:
+    """Tell the compiler that a tensor keeps its address, so that graphs read and write it in
+    place."""
+    torch._dynamo.mark_static_address(tensor)
+    return tensor
+
+
 def begin_step() -> None:
-    """Mark the start of a step, so that CUDA-graph trees may reuse the last step's memory."""
-    torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+    """Mark the start of a step, so that CUDA-graph trees may reuse the last step's memory.
+
+    Where nothing has loaded them there is nothing to mark; loading them takes seconds."""
+    if "torch._inductor.cudagraph_trees" in sys.modules:
+        torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
 
 
 def load_trees() -> None:

@@ -10,7 +10,7 @@ Shapes: N lanes, B block size, R rows, D hidden, H query heads, K KV heads, E he
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,7 @@ from dscale.compiled.attention import Rows, Tile, Visibility, attend, visibility
 from dscale.compiled.kv import KVPool, Paging, write
 from dscale.compiled.layers import add, rotary_table, swiglu
 from dscale.compiled.packed import is_split, linear, pack
-from dscale.compiled.target import Target
+from dscale.compiled.target import PROJECTIONS, Target
 from dscale.kernels.ops import tile_heads
 from dscale.kernels.reference_heads import rms_norm, rotate
 
@@ -179,21 +179,24 @@ class Drafter(nn.Module):
 
     def pack(self) -> None:
         """Keep a copy of the layers' projections in oneDNN's blocked layout (CPU only)."""
-        for index in range(self.config.num_layers):
-            layer = self.weights(index)
-            layer.aids["qkv"] = pack(self.qkv[index])
-            for name in ("o", "gate_up", "down"):
-                layer.aids[name] = pack(getattr(layer, name))
+        for layer, projections in self.projections():
+            for name, weight in projections.items():
+                layer.aids[name] = pack(weight)
 
     def split(self, turn: Tensor) -> None:
         """Split the layers' products along K where that is faster (`packed.turns`; GPU)."""
         self.turn = turn
-        for index in range(self.config.num_layers):
-            layer = self.weights(index)
-            named = {name: getattr(layer, name) for name in ("o", "gate_up", "down")}
-            for name, weight in {"qkv": self.qkv[index], **named}.items():
+        for layer, projections in self.projections():
+            for name, weight in projections.items():
                 if is_split(weight):
                     layer.aids[name] = turn
+
+    def projections(self) -> Iterator[tuple[DrafterLayer, dict[str, Tensor]]]:
+        """Each layer with its projections, by their names in `DrafterLayer.aids`."""
+        for index in range(self.config.num_layers):
+            layer = self.weights(index)
+            named = {name: getattr(layer, name) for name in PROJECTIONS if name != "qkv"}
+            yield layer, {"qkv": self.qkv[index], **named}
 
     def write_context(
         self, taps_RF: Tensor, position_R: Tensor, slot_R: Tensor, pool: KVPool

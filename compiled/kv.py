@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dscale.compiled.capture import fixed
+
 PAGE = 128
 """Tokens per page. Equal to FlexAttention's key/value block, so that a page is a block of the
 block mask."""
@@ -50,8 +52,7 @@ class KVPool(torch.nn.Module):
         shape = (num_pages * PAGE, num_kv_heads, head_dim)
         for layer in range(num_layers):
             for name in ("key", "value"):
-                zeros = torch.zeros(shape, dtype=dtype, device=device)
-                torch._dynamo.mark_static_address(zeros)
+                zeros = fixed(torch.zeros(shape, dtype=dtype, device=device))
                 self.register_buffer(f"{name}_{layer}", zeros, persistent=False)
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dscale.compiled.capture import fixed
 from dscale.kernels import ops
 from dscale.kernels.linear_plans import plans_for
 
@@ -14,7 +15,7 @@ PACK_ROWS = 16
 """Rows the layout is chosen for: a full block."""
 
 MAX_TILES = 4096
-"""Tiles of a split product at most; the largest of the plans has 768."""
+"""Tiles of a split product at most; the largest of the table has 384."""
 
 
 def check_packable(device: torch.device, dtype: torch.dtype) -> None:
@@ -35,9 +36,7 @@ def pack(weight: Tensor) -> Tensor:
 
 def turns(device: torch.device) -> Tensor:
     """What split products of a model take turns with (`kernels.ops.linear`)."""
-    turn = torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
-    torch._dynamo.mark_static_address(turn)
-    return turn
+    return fixed(torch.zeros(MAX_TILES, dtype=torch.int32, device=device))
 
 
 def is_split(weight: Tensor) -> bool:

@@ -20,6 +20,9 @@ from dscale.compiled.packed import is_split, linear, pack
 from dscale.kernels.ops import tile_heads
 from dscale.kernels.reference_heads import rms_norm
 
+PROJECTIONS = ("qkv", "o", "gate_up", "down")
+"""Weights of a layer that products of few rows read, by their names in `Layer.aids`."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetConfig:
@@ -106,12 +109,12 @@ class Layer(nn.Module):
 
     def pack(self) -> None:
         """Keep a copy of the projections in oneDNN's blocked layout and use it (CPU only)."""
-        for name in ("qkv", "o", "gate_up", "down"):
+        for name in PROJECTIONS:
             self.aids[name] = pack(getattr(self, name))
 
     def split(self, turn: Tensor) -> None:
         """Split the projections' products along K where that is faster (`packed.turns`; GPU)."""
-        for name in ("qkv", "o", "gate_up", "down"):
+        for name in PROJECTIONS:
             if is_split(getattr(self, name)):
                 self.aids[name] = turn
 

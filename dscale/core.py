@@ -23,7 +23,7 @@ from dscale.policy import AutoBudget, FixedBudget, Policy
 from dscale.prefill import packed_chunk
 from dscale.request import Request
 from dscale.sizing import Sizes, allocate, check_room, memory_of, needed, roomy
-from dscale.stages import Stage, Stages, build_stages, prompt_stage, split_products
+from dscale.stages import Stage, Stages, build_stages, prompt_stage
 from dscale.stats import Stats
 from dscale.timing import (
     MeasuredCosts,
@@ -62,6 +62,7 @@ class Core:
     _warmed: set[Chooser] = field(default_factory=set)
     _host: HostStages | None = None
     _prompt: Stage | None = None
+    _warm_prompt: Stage | None = None
 
     @property
     def rows(self) -> int:
@@ -183,8 +184,9 @@ class Core:
         self.prepare(requests)
         if self.captured:
             self._capture(chooser, len(requests), alone=True)
-        if self.captures_prompts:
+        if self.captures_prompts and self._warm_prompt is not self.prompt:
             capture_prompts(self.make_room(requests), self.prompt, self.config.prefill_chunk)
+            self._warm_prompt = self.prompt
 
     def place(self, requests: list[Request]) -> None:
         """Write the state of requests, which have slots and pages, to the device."""
@@ -240,7 +242,7 @@ class Core:
 
     def close(self) -> None:
         """Let the workspace go, and everything made for it."""
-        self.workspace = self._host = self._prompt = self.capacity = None
+        self.workspace = self._host = self._prompt = self._warm_prompt = self.capacity = None
         for made in (self._stages, self._policies, self._costs, self._ready, self._warmed):
             made.clear()
 
@@ -263,8 +265,6 @@ class Core:
         """The pass over prompts, for every way of choosing tokens."""
         if self._prompt is None:
             assert self.workspace is not None
-            if self.flex:
-                split_products(self.target, self.drafter)  # what is compiled depends on it
             self._prompt = prompt_stage(
                 self.target, self.drafter, self.workspace,
                 flex=self.flex, captured=self.captures_prompts,

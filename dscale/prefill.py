@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dscale.compiled.attention import PREFILL_TILE, Rows
+from dscale.compiled.capture import fixed
 from dscale.compiled.kv import PAGE
 from dscale.compiled.prefill import Chunk
 from dscale.request import Request
@@ -85,9 +86,7 @@ def packed_chunk(requests: list[Request], lengths: list[int], target_row: Tensor
         slot_X=torch.tensor([r.slot for r in requests], device=device),
         start_X=start_N.to(device),
         last_N=(end_N - 1).to(device),
-        ends_N=torch.tensor([r.prefilled + n == len(r.prompt) for r, n in taken])
-        .long()
-        .to(device),
+        ends_N=torch.tensor([int(r.prefilled + n == len(r.prompt)) for r, n in taken]).to(device),
         hidden_ND=target_row.new_empty(lanes, target_row.shape[0]),
     )
 
@@ -120,8 +119,7 @@ class ChunkBuffers:
             hidden_ND=target_row.new_empty(tiles, target_row.shape[0]),
         )
         for tensor in (*self.chunk.rows, *(x for x in self.chunk if isinstance(x, Tensor))):
-            torch._dynamo.mark_dynamic(tensor, 0)
-            torch._dynamo.mark_static_address(tensor)
+            torch._dynamo.mark_dynamic(fixed(tensor), 0)
 
     def _parts(self, flat: Tensor) -> tuple[Tensor, ...]:
         """Token, position and slot of each row; slot and start of each tile; each lane's last row

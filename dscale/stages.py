@@ -101,6 +101,8 @@ def prompt_stage(
 ) -> Stage:
     """The pass over prompts that all ways of choosing tokens share; eager around the compiled
     attention if not `captured`."""
+    if flex:
+        split_products(target, drafter)
     prompt = PromptPass(target, workspace.pool, drafter, workspace.draft_pool, flex)
     return capture(prompt) if captured else prompt
 

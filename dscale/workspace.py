@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from dscale.compiled.attention import VERIFY_TILE
+from dscale.compiled.capture import fixed
 from dscale.compiled.drafter import Drafter
 from dscale.compiled.flow import RESULT_COLUMNS, Packed, Requests, Step
 from dscale.compiled.kv import KVPool
@@ -27,13 +28,6 @@ BUCKETS = (2, 4, 8, 12, 16, 20, 24, 28, 32)
 def bucket_of(lanes: int) -> int:
     """Smallest lane bucket that holds `lanes`: the paper's up to 32, then multiples of 32."""
     return next((b for b in BUCKETS if b >= lanes), -(-lanes // 32) * 32)
-
-
-def fixed(tensor: Tensor) -> Tensor:
-    """Tell the compiler that a tensor keeps its address, so that graphs read and write it in
-    place."""
-    torch._dynamo.mark_static_address(tensor)
-    return tensor
 
 
 class Workspace:

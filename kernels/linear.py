@@ -35,7 +35,8 @@ def split_linear(
     columns = weight.shape[0]
     out = x.new_empty((rows, columns))
     parts = plan.parts
-    part_sum = x.new_empty((parts if parts > 1 else 1, rows, columns), dtype=torch.float32)
+    summed = (parts, rows, columns) if parts > 1 else (1,)
+    part_sum = x.new_empty(summed, dtype=torch.float32)
     x = x.contiguous()
     _split_linear[(plan.tiles(rows, columns) * parts,)](
         TensorDescriptor.from_tensor(x, [plan.block_m, plan.block_k]),

@@ -53,7 +53,8 @@ def table(capability: str, processors: int) -> dict[tuple[int, int], dict[int, P
 
 
 @cache
-def _device(index: int) -> tuple[str, int]:
+def device_kind(index: int) -> tuple[str, int]:
+    """Capability and multiprocessors of a GPU, as the table knows them."""
     properties = torch.cuda.get_device_properties(index)
     return f"{properties.major}.{properties.minor}", properties.multi_processor_count
 
@@ -64,7 +65,7 @@ def plans_for(weight: Tensor) -> dict[int, Plan | None]:
     if weight.dtype != torch.bfloat16 or weight.device.type != "cuda":
         return {}
     index = weight.device.index
-    of_device = table(*_device(torch.cuda.current_device() if index is None else index))
+    of_device = table(*device_kind(torch.cuda.current_device() if index is None else index))
     return of_device.get((weight.shape[0], weight.shape[1]), {})
 
 

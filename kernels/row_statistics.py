@@ -93,8 +93,9 @@ def _group_statistics(
         old_peak = peak
         peak = tl.maximum(peak, highest)
         shift = _below(old_peak, peak)
-        weighted = (weighted + shift * total) * tl.exp(shift)
-        total = total * tl.exp(shift)
+        scale = tl.exp(shift)
+        weighted = (weighted + shift * total) * scale
+        total = total * scale
         below = _below(x, peak[:, None])
         weight = tl.exp(below)
         weighted += tl.sum(below * weight, 1)
