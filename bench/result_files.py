@@ -36,5 +36,9 @@ class ResultFile:
         write_rows(self.path, list(self.rows.values()))
         return self.rows[key]
 
+    def find(self, row: dict[str, Any]) -> dict[str, Any] | None:
+        """The row in the file with these keys and the base's, of any run."""
+        return self.rows.get(self._key(self.base | row))
+
     def _key(self, row: dict[str, Any]) -> tuple[Any, ...]:
         return tuple(row[key] for key in self.keys)

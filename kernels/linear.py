@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from dscale.kernels.dependent import starts_early
 from dscale.kernels.linear_plans import Plan, plan
 
 
@@ -34,7 +35,7 @@ def split_linear(
     rows, inner = x.shape
     columns = weight.shape[0]
     out = x.new_empty((rows, columns))
-    parts = plan.parts
+    parts, early = plan.parts, starts_early(x.device)
     summed = (parts, rows, columns) if parts > 1 else (1,)
     part_sum = x.new_empty(summed, dtype=torch.float32)
     x = x.contiguous()
@@ -53,8 +54,10 @@ def split_linear(
         plan.block_m,
         plan.block_n,
         plan.block_k,
+        early,
         num_warps=plan.warps,
         num_stages=plan.stages,
+        launch_pdl=early,
     )
     return out
 
@@ -75,7 +78,11 @@ def _split_linear(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     across = tl.cdiv(rows, BLOCK_M)
     tiles = across * tl.cdiv(columns, BLOCK_N)
     program = tl.program_id(0)

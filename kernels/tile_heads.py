@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dscale.kernels.dependent import starts_early
+
 
 def tile_heads(
     qkv_RXE: Tensor,
@@ -27,7 +29,7 @@ def tile_heads(
     tile = qkv_RXE.new_empty((lanes, heads // shared, shared * height, head_dim))
     key = qkv_RXE.new_empty((rows, kv_heads, head_dim))
     qkv_RXE = qkv_RXE.contiguous()
-    normed = q_norm is not None
+    normed, early = q_norm is not None, starts_early(qkv_RXE.device)
     _tile_heads[(lanes * height + rows,)](
         qkv_RXE,
         qkv_RXE if q_norm is None else q_norm,
@@ -48,7 +50,9 @@ def tile_heads(
         triton.next_power_of_2(kv_heads),
         triton.next_power_of_2(head_dim // 2),
         normed,
+        early,
         num_warps=4,
+        launch_pdl=early,
     )
     return tile, key
 
@@ -74,8 +78,12 @@ def _tile_heads(
     K_BLOCK: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
     NORMED: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     program = tl.program_id(0)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     if program < cells:
         q_row = tl.load(row_of + program)
         q_head = tl.arange(0, H_BLOCK)
