@@ -102,16 +102,17 @@ def sub_lanes(rows: Rows, tile: Tile) -> Rows:
 def paged_mask(logical_NP: Tensor, context_N: Tensor, tile: Tile, tables: BlockTables) -> MaskMod:
     """Mask of physical keys: visible iff the page is the sub-lane's and the position within
     limits."""
-    height, causal, split, span_X2 = tile.height, tile.causal, tile.split, tables.span_X2
+    height, causal, split = tile.height, tile.causal, tile.split
+    first_X, end_X = tables.first_X, tables.end_X
 
     def visible(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        lane = b if span_X2 is None else b // split
+        lane = b // split if split > 1 else b
         logical = logical_NP[lane, kv // PAGE]
         position = logical * PAGE + kv % PAGE
         limit = context_N[lane] + (q % height if causal else height - 1)
-        if span_X2 is None:
+        if first_X is None or end_X is None:
             return (logical >= 0) & (position <= limit)
-        return (logical >= span_X2[b, 0]) & (logical < span_X2[b, 1]) & (position <= limit)
+        return (logical >= first_X[b]) & (logical < end_X[b]) & (position <= limit)
 
     return visible
 
@@ -121,13 +122,14 @@ class BlockTables(NamedTuple):
 
     `tail_count`, `full_count` int32 `[X, 1, B]`; `tail_index`, `full_index` int32 `[X, 1, B, P]`.
     Full pages lie before the context's last one and skip the mask function, the tail runs it.
-    `span_X2` int32: the logical pages of a sub-lane, first and end, None without a split."""
+    `first_X`, `end_X` int32: the logical pages of each sub-lane, None without a split."""
 
     tail_count: Tensor
     tail_index: Tensor
     full_count: Tensor
     full_index: Tensor
-    span_X2: Tensor | None = None
+    first_X: Tensor | None = None
+    end_X: Tensor | None = None
 
 
 def block_tables(paging: Paging, tile: Tile, group: int) -> BlockTables:
@@ -159,7 +161,7 @@ def block_tables(paging: Paging, tile: Tile, group: int) -> BlockTables:
         index(tail_NS),
         count(torch.minimum(end_NS, full_N1) - first_NS),
         index(first_NS),
-        None if tile.split == 1 else torch.stack((first_NS, end_NS), -1).flatten(0, 1).int(),
+        *((x_NS.flatten().int() for x_NS in (first_NS, end_NS)) if tile.split > 1 else ()),
     )
 
 

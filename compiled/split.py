@@ -6,6 +6,7 @@ Shapes: N lanes, S sub-lanes of each."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 from math import inf
 
 import torch
@@ -28,8 +29,9 @@ def merge(out: Sequence[Tensor], lse: Sequence[Tensor]) -> Tensor:
 
     A weight is written as 1 / sum_j exp(lse_j - lse_s): Inductor would store a maximum or a sum
     that several weights share, in a kernel of its own."""
-    total = torch.zeros_like(out[0], dtype=torch.float32)
-    for s, own in enumerate(lse):
-        over = sum((torch.exp(other - own) for j, other in enumerate(lse) if j != s), 1.0)
-        total = total + torch.where(own == -inf, 0.0, out[s].float() / over)
-    return total.to(out[0].dtype)
+
+    def term(s: int) -> Tensor:
+        others = (torch.exp(lse[j] - lse[s]) for j in range(len(lse)) if j != s)
+        return torch.where(lse[s] == -inf, 0.0, out[s].float() / sum(others, 1.0))
+
+    return reduce(torch.add, map(term, range(len(out)))).to(out[0].dtype)
