@@ -27,11 +27,15 @@ def merge(out: Sequence[Tensor], lse: Sequence[Tensor]) -> Tensor:
     its scores, -inf where it saw no key: such a share counts nothing, and where no share saw any,
     the result is 0. Computed in float32, returned in the dtype of `out`.
 
-    A weight is written as 1 / sum_j exp(lse_j - lse_s): Inductor would store a maximum or a sum
-    that several weights share, in a kernel of its own."""
-
-    def term(s: int) -> Tensor:
-        others = (torch.exp(lse[j] - lse[s]) for j in range(len(lse)) if j != s)
-        return torch.where(lse[s] == -inf, 0.0, out[s].float() / sum(others, 1.0))
-
-    return reduce(torch.add, map(term, range(len(out)))).to(out[0].dtype)
+    Weights are written at full width: Inductor keeps what several terms share, and what has
+    another shape than they, in a kernel and a buffer of its own."""
+    wide = [own.expand_as(part) for own, part in zip(lse, out, strict=True)]
+    top = reduce(torch.maximum, wide)
+    top = torch.where(top == -inf, 0.0, top)
+    weight = [torch.exp(own - top) for own in wide]
+    total = reduce(torch.add, weight)
+    terms = [
+        torch.where(own == -inf, 0.0, w * part.float())
+        for own, w, part in zip(wide, weight, out, strict=True)
+    ]
+    return (reduce(torch.add, terms) / torch.where(total == 0, 1.0, total)).to(out[0].dtype)
