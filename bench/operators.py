@@ -60,6 +60,7 @@ def calls(
     batch = uniform(n, 6)
     return {
         "row_statistics": lambda: ops.row_statistics(logit),
+        "argmax": lambda: ops.argmax(logit[:rows]),
         "predictor": lambda: predictor(feature, hidden, batch),
         "allocate_budget": lambda: ops.allocate_budget(score, live, limit, room),
         "pack_rows": lambda: ops.pack_rows(
@@ -76,6 +77,7 @@ def traffic(shape: Shape, requests: int, itemsize: int) -> dict[str, int]:
     parameters = sum(p.nbytes for p in weights.parameters())
     return {
         "row_statistics": n * CANDIDATES * (shape.vocab * itemsize + 4 * 20),
+        "argmax": rows * (shape.vocab * itemsize + 8),
         "predictor": parameters + n * CANDIDATES * (shape.hidden * itemsize + 4 * 19) + 24 * n,
         "allocate_budget": n * (4 * CANDIDATES + 9) + 8,
         "pack_rows": 40 * rows + n * (8 * CANDIDATES + 8 * VERIFY_TILE + 60),

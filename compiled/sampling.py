@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dscale.kernels import ops
 from dscale.kernels.reference import position_gumbel
 
 NO_TOKEN = -1
@@ -58,9 +59,15 @@ def choose(logit_RV: Tensor, position_R: Tensor, sampling: Sampling, chooser: Ch
     return torch.where(torch.isfinite(best_R), token_R, NO_TOKEN)
 
 
+def best_tokens(logit_RV: Tensor) -> Tensor:
+    """argmax of each row, `[R]` int64. On a CPU torch's own, which is compiled together with what
+    is around it."""
+    return ops.argmax(logit_RV) if logit_RV.is_cuda else logit_RV.argmax(-1)
+
+
 def _choose(logit_RV: Tensor, position_R: Tensor, sampling: Sampling, chooser: Chooser) -> Tensor:
     if not chooser.sample:
-        return logit_RV.argmax(-1)
+        return best_tokens(logit_RV)
     vocab, temperature = logit_RV.shape[-1], sampling.temperature[:, None]
     if chooser.max_candidates:
         top_RC, token_RC = torch.topk(logit_RV, min(chooser.max_candidates, vocab), dim=-1)

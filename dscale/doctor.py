@@ -106,6 +106,7 @@ def operator_arguments() -> dict[str, tuple[Any, ...]]:
     cell_NT = torch.arange(48).view(3, 16) % 24
     return {
         "row_statistics": (torch.randn(5, 1000, generator=generator),),
+        "argmax": (torch.randn(5, 1000, generator=generator),),
         "allocate_budget": (score_NC, limit_N > 0, limit_N, room),
         "pack_rows": (length_N, candidate_NC, candidate_NC[:, 0], limit_N, page_NL, 24, 128),
         "accept_prefix": (candidate_NC, length_N, offset_N, choice_M),

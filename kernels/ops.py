@@ -27,6 +27,7 @@ MAX_LANES = 256
 
 _SCHEMAS = {
     "row_statistics": "(Tensor logit) -> (Tensor, Tensor, Tensor, Tensor)",
+    "argmax": "(Tensor logit) -> Tensor",
     "allocate_budget": "(Tensor score, Tensor live, Tensor limit, Tensor room, str seed)"
     " -> Tensor",
     "pack_rows": (
@@ -41,6 +42,7 @@ for _name, _schema in _SCHEMAS.items():
     torch.library.define(f"dscale::{_name}", _schema, tags=(torch.Tag.pt2_compliant_tag,))
 
 _row_statistics: Any = torch.ops.dscale.row_statistics.default
+_argmax: Any = torch.ops.dscale.argmax.default
 _allocate_budget: Any = torch.ops.dscale.allocate_budget.default
 _pack_rows: Any = torch.ops.dscale.pack_rows.default
 _accept_prefix: Any = torch.ops.dscale.accept_prefix.default
@@ -51,6 +53,15 @@ def row_statistics(logit_RV: Tensor) -> RowStatistics:
 
     Raises ValueError unless `logit_RV` is bfloat16, float16 or float32 `[R, V]` with V >= 1."""
     return RowStatistics(*_row_statistics(logit_RV))
+
+
+def argmax(logit_RV: Tensor) -> Tensor:
+    """`torch.argmax` of each row, `[R]` int64: the lowest index among equals; the first NaN, if
+    there is one.
+
+    Raises ValueError unless `logit_RV` is bfloat16, float16 or float32 `[R, V]` with V >= 1."""
+    index_R: Tensor = _argmax(logit_RV)
+    return index_R
 
 
 def allocate_budget(
@@ -93,7 +104,7 @@ def accept_prefix(
     return accepted_N, successor_N
 
 
-def _check_row_statistics(logit: Tensor) -> None:
+def _check_logit(logit: Tensor) -> None:
     floats = (torch.bfloat16, torch.float16, torch.float32)
     ok = logit.ndim == 2 and logit.shape[1] >= 1 and logit.dtype in floats
     expected = "bfloat16, float16 or float32 [R, V] with V >= 1"
@@ -157,6 +168,10 @@ def _fake_row_statistics(logit: Tensor) -> tuple[Tensor, ...]:
     return top, logit.new_empty((rows,), dtype=torch.int64), lse, entropy
 
 
+def _fake_argmax(logit: Tensor) -> Tensor:
+    return logit.new_empty((logit.shape[0],), dtype=torch.int64)
+
+
 def _fake_allocate_budget(score: Tensor, *rest: Any) -> Tensor:
     return score.new_empty((score.shape[0],), dtype=torch.int32)
 
@@ -182,10 +197,11 @@ def _fake_accept_prefix(candidate: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 
 implement(
     "row_statistics",
-    _check_row_statistics,
+    _check_logit,
     reference_statistics.row_statistics,
     _fake_row_statistics,
 )
+implement("argmax", _check_logit, lambda logit: logit.argmax(1), _fake_argmax)
 implement(
     "allocate_budget",
     _check_allocate_budget,

@@ -89,7 +89,7 @@ def test_graphs_and_operators_write_their_rows(
     assert {r["rows"] for r in decide} == {32, 48}
     assert all(row["over_floor"] > 1 for row in verify + decide)
     found = read_rows(tmp_path / "operators.json", (*operators.KEYS, "us", "floor_us"))
-    assert len({row["operator"] for row in found}) == 5
+    assert len({row["operator"] for row in found}) == 6
 
 
 def test_runs_are_merged(tmp_path: Path) -> None:

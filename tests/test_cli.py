@@ -153,8 +153,8 @@ def test_what_is_left_open(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_doctor(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     good = run("doctor").stdout
     assert "FAIL" not in good
-    names = ["row_statistics", "allocate_budget", "pack_rows", "accept_prefix", "tile_heads"]
-    for name in (*names, "mode ar", "mode +tiles", "mode dscale"):
+    names = ["row_statistics", "argmax", "allocate_budget", "pack_rows", "accept_prefix"]
+    for name in (*names, "tile_heads", "mode ar", "mode +tiles", "mode dscale"):
         assert f"ok   {name}" in good
     for package in dscale.doctor.PACKAGES:
         assert package in good

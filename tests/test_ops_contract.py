@@ -11,7 +11,8 @@ from torch import Tensor
 
 from dscale.kernels import ops
 
-NAMES = ["row_statistics", "allocate_budget", "pack_rows", "accept_prefix", "tile_heads", "linear"]
+NAMES = ["row_statistics", "argmax", "allocate_budget", "pack_rows", "accept_prefix"]
+NAMES += ["tile_heads", "linear"]
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])]
 
@@ -30,6 +31,7 @@ def arguments(name: str, lanes: int, device: str = "cpu") -> tuple[Any, ...]:
     choice = torch.randint(9, (6 * lanes,), generator=generator)
     args: tuple[Any, ...] = {
         "row_statistics": (torch.randn(lanes, 50, generator=generator).bfloat16(),),
+        "argmax": (torch.randn(lanes, 50, generator=generator).half(),),
         "allocate_budget": (score, live, limit, room(6 * lanes, 6).to(device), "paper"),
         "pack_rows": (length, candidate, anchor, context, page_table, 6 * lanes, 128),
         "accept_prefix": (candidate, length, offset, choice),
@@ -152,6 +154,9 @@ REFUSED: list[tuple[str, int, Any, str]] = [
     ("row_statistics", 0, torch.zeros(3), "logit"),
     ("row_statistics", 0, torch.zeros(3, 0), "logit"),
     ("row_statistics", 0, torch.zeros(3, 4, dtype=torch.int64), "logit"),
+    ("argmax", 0, torch.zeros(3), "logit"),
+    ("argmax", 0, torch.zeros(3, 0), "logit"),
+    ("argmax", 0, torch.zeros(3, 4, dtype=torch.float64), "logit"),
     ("allocate_budget", 0, torch.zeros(4, 16), "score"),
     ("allocate_budget", 0, torch.zeros(4, 15, dtype=torch.float64), "score"),
     ("allocate_budget", 0, torch.zeros(257, 15), "score"),

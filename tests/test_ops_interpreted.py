@@ -26,7 +26,9 @@ TYPES = {
     int: "i32",
     float: "fp32",
 }
-HELPERS = {"_head", "_joined", "_below", "_finish"}  # called by a kernel, not launched
+# Called by a kernel, not launched.
+HELPERS = {"_head", "_joined", "_below", "_finish", "_max", "_run_max", "_key"}
+NAMES = ["row_statistics", "argmax", "allocate_budget", "pack_rows", "accept_prefix"]
 LAUNCHERS = {"linear": "split_linear"}  # where it is not named as the operation
 
 
@@ -89,6 +91,7 @@ def arguments(name: str, lanes: int, dtype: torch.dtype) -> tuple[Any, ...]:
     half, cell = heads[:, :1, :64], torch.zeros(lanes, 16, dtype=torch.int64)
     return {
         "row_statistics": (torch.zeros(lanes, 152_064, dtype=dtype),),
+        "argmax": (torch.zeros(lanes, 152_064, dtype=dtype),),
         "allocate_budget": (table.float(), ints.bool(), ints, ints[:2], "paper"),
         "pack_rows": (ints, table, longs, ints, ints[:, None], 8 * lanes, 128),
         "accept_prefix": (table, ints, longs, torch.ones(8 * lanes).long()),
@@ -98,10 +101,7 @@ def arguments(name: str, lanes: int, dtype: torch.dtype) -> tuple[Any, ...]:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here the kernels are compiled anyway")
-@pytest.mark.parametrize(
-    "name",
-    ["row_statistics", "allocate_budget", "pack_rows", "accept_prefix", "tile_heads", "linear"],
-)
+@pytest.mark.parametrize("name", [*NAMES, "tile_heads", "linear"])
 def test_kernels_compile_for_an_h200(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiler refuses what the interpreter lets pass."""
     module = import_module(f"dscale.kernels.{name}")
