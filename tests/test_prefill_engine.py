@@ -3,6 +3,7 @@ block tables and no others."""
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,12 +25,19 @@ POISON = VOCAB - 1
 
 
 def listed_attention(
-    q_NHQE: Tensor, key: Tensor, value: Tensor, *, block_mask: Any, **options: Any
-) -> Tensor:
+    q_NHQE: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    block_mask: Any,
+    return_aux: Any = None,
+    **options: Any,
+) -> Any:
     """FlexAttention as its kernel does it: every query block over its listed pages, the mask on
-    those that are not full. What is masked still meets the weights: 0 x NaN is NaN."""
+    those that are not full. What is masked still meets the weights: 0 x NaN is NaN. A row without
+    keys gets 0, if the values are finite."""
     (_, heads, rows, head_dim), height = q_NHQE.shape, block_mask.BLOCK_SIZE[0]
-    out = torch.empty_like(q_NHQE)
+    out, lse = torch.empty_like(q_NHQE), torch.empty_like(q_NHQE[..., 0])
     tables = (
         (block_mask.full_kv_num_blocks, block_mask.full_kv_indices),
         (block_mask.kv_num_blocks, block_mask.kv_indices),
@@ -44,9 +52,13 @@ def listed_attention(
             score = q_NHQE[lane, :, query] @ keys.mT * head_dim**-0.5
             seen = block_mask.mask_mod(torch.tensor(lane), torch.tensor(0), query[:, None], at)
             seen = seen | (torch.arange(len(at)) < len(full) * PAGE)
-            weight = torch.softmax(score.masked_fill(~seen, -torch.inf), -1)
+            score = score.masked_fill(~seen, -torch.inf)
+            lse[lane, :, query] = score.logsumexp(-1)
+            weight = torch.exp(
+                score - lse[lane, :, query, None].nan_to_num(neginf=0.0, nan=torch.nan)
+            )
             out[lane, :, query] = weight @ values
-    return out
+    return out if return_aux is None else (out, SimpleNamespace(lse=lse))
 
 
 @pytest.fixture
