@@ -31,7 +31,7 @@ from dscale.compiled.split import merge, shares
 VERIFY_TILE = 16
 """Rows a request may verify in one pass: one anchor and 15 candidates (paper, section II)."""
 
-SPLIT = 2
+SPLIT = 1
 """Sub-lanes of a decode tile on a GPU: eight lanes of eight KV heads leave half of it idle."""
 
 PREFILL_TILE = 64
