@@ -7,32 +7,23 @@ one tile of G * T rows, head major (tile row q = g * T + t), so that keys and va
 (docs/design.md, "Tiles"). A per-head tile, for comparison, keeps the heads apart.
 
 Shapes: N lanes, T tile height, R rows, H query heads, K KV heads, G = H / K, E head_dim, P pages,
-S keys, X sub-lanes (the lanes of a tile that is not split)."""
+S keys."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import (
-    AuxRequest,
-    BlockMask,
-    FlexKernelOptions,
-    flex_attention,
-)
+from torch.nn.attention.flex_attention import BlockMask, FlexKernelOptions, flex_attention
 
 from dscale.compiled.kv import PAGE, Paging
-from dscale.compiled.split import merge, shares
 
 VERIFY_TILE = 16
 """Rows a request may verify in one pass: one anchor and 15 candidates (paper, section II)."""
-
-SPLIT = 1
-"""Sub-lanes of a decode tile on a GPU: eight lanes of eight KV heads leave half of it idle."""
 
 PREFILL_TILE = 64
 """Rows of a prefill tile on a GPU: with four query heads a KV head, two query blocks of 128."""
@@ -49,8 +40,7 @@ class Rows(NamedTuple):
 
     `position_R`: absolute position. `slot_R`: pool slot the row's key and value go to (scratch for
     padding). `lane_R`, `tile_row_R`: the tile cell that holds the row. `row_NT`: the row in each
-    tile cell (any valid row where the cell is empty; its output is read by nobody), `[X, T]` once
-    `sub_lanes` has copied the tiles."""
+    tile cell (any valid row where the cell is empty; its output is read by nobody)."""
 
     position_R: Tensor
     slot_R: Tensor
@@ -67,20 +57,13 @@ class Tile:
     sees positions < context + T (the draft block, which is bidirectional). `flex`: FlexAttention,
     else gathered pages and SDPA. `per_head`: a tile for each query head instead of one for each
     group. `block`: rows of a query block, None for what the tile needs (both matter to
-    FlexAttention only). `split`: sub-lanes that share a lane's pages, each with a copy of the
-    query tile (FlexAttention only)."""
+    FlexAttention only)."""
 
     height: int
     causal: bool = True
     flex: bool = True
     per_head: bool = False
     block: int | None = None
-    split: int = 1
-
-    def __post_init__(self) -> None:
-        if self.split < 1 or (self.split > 1 and not self.flex):
-            expected = "1 or more" if self.flex else "1 on the gathered route"
-            raise ValueError(f"split: expected {expected}, got {self.split}")
 
     def heads(self, group: int) -> int:
         """Query heads that share a tile."""
@@ -91,28 +74,15 @@ class Tile:
         return self.block or min(128, 1 << (self.height * self.heads(group) - 1).bit_length())
 
 
-def sub_lanes(rows: Rows, tile: Tile) -> Rows:
-    """The rows with a copy of each lane's tile for each of its sub-lanes, `row_NT` `[X, T]`;
-    sub-lane s of lane n is x = n * split + s. Once per forward, for `tile_heads` and `attend`."""
-    if tile.split == 1:
-        return rows
-    return rows._replace(row_NT=rows.row_NT[:, None].expand(-1, tile.split, -1).flatten(0, 1))
-
-
-def paged_mask(logical_NP: Tensor, context_N: Tensor, tile: Tile, tables: BlockTables) -> MaskMod:
-    """Mask of physical keys: visible iff the page is the sub-lane's and the position within
-    limits."""
-    height, causal, split = tile.height, tile.causal, tile.split
-    first_X, end_X = tables.first_X, tables.end_X
+def paged_mask(logical_NP: Tensor, context_N: Tensor, tile: Tile) -> MaskMod:
+    """Mask of physical keys: visible iff the page is the lane's and the position within limits."""
+    height, causal = tile.height, tile.causal
 
     def visible(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        lane = b // split if split > 1 else b
-        logical = logical_NP[lane, kv // PAGE]
+        logical = logical_NP[b, kv // PAGE]
         position = logical * PAGE + kv % PAGE
-        limit = context_N[lane] + (q % height if causal else height - 1)
-        if first_X is None or end_X is None:
-            return (logical >= 0) & (position <= limit)
-        return (logical >= first_X[b]) & (logical < end_X[b]) & (position <= limit)
+        limit = context_N[b] + (q % height if causal else height - 1)
+        return (logical >= 0) & (position <= limit)
 
     return visible
 
@@ -120,16 +90,14 @@ def paged_mask(logical_NP: Tensor, context_N: Tensor, tile: Tile, tables: BlockT
 class BlockTables(NamedTuple):
     """Which pages each query block reads, in FlexAttention's form; all layers share it.
 
-    `tail_count`, `full_count` int32 `[X, 1, B]`; `tail_index`, `full_index` int32 `[X, 1, B, P]`.
+    `tail_count`, `full_count` int32 `[N, 1, B]`; `tail_index`, `full_index` int32 `[N, 1, B, P]`.
     Full pages lie before the context's last one and skip the mask function, the tail runs it.
-    `first_X`, `end_X` int32: the logical pages of each sub-lane, None without a split."""
+    """
 
     tail_count: Tensor
     tail_index: Tensor
     full_count: Tensor
     full_index: Tensor
-    first_X: Tensor | None = None
-    end_X: Tensor | None = None
 
 
 def block_tables(paging: Paging, tile: Tile, group: int) -> BlockTables:
@@ -139,29 +107,20 @@ def block_tables(paging: Paging, tile: Tile, group: int) -> BlockTables:
     """
     logical_pages, num_pages = paging.page_NL.shape[1], paging.logical_NP.shape[1]
     num_blocks = -(-tile.height * tile.heads(group) // tile.q_block(group))
+    full_N = paging.context_N // PAGE
     used_N = torch.clamp((paging.context_N + tile.height + PAGE - 1) // PAGE, max=logical_pages)
-    full_N1 = (paging.context_N // PAGE)[:, None]
-    first_NS, end_NS = shares(used_N, tile.split)
-    tail_NS = torch.maximum(first_NS, full_N1)
-    page_NSL = paging.page_NL[:, None].expand(-1, tile.split, -1)
+    tail_NL = full_N[:, None] + torch.arange(logical_pages, device=full_N.device)
+    tail_NL = torch.gather(paging.page_NL, 1, torch.clamp(tail_NL, max=logical_pages - 1).long())
 
-    def index(start_NS: Tensor) -> Tensor:
-        index_NSL = start_NS[..., None] + torch.arange(logical_pages, device=start_NS.device)
-        index_NSL = torch.clamp(index_NSL, max=logical_pages - 1).long()
-        index_XL = torch.gather(page_NSL, 2, index_NSL).flatten(0, 1)
-        index_XP = F.pad(index_XL, (0, num_pages - logical_pages)).repeat(1, num_blocks)
-        return as_blocks(index_XP, (1, num_blocks, num_pages))
+    def spread(index_NL: Tensor) -> Tensor:
+        index_NX = F.pad(index_NL, (0, num_pages - logical_pages)).repeat(1, num_blocks)
+        return as_blocks(index_NX, (1, num_blocks, num_pages))
 
-    def count(count_NS: Tensor) -> Tensor:
-        count_X1 = torch.clamp(count_NS, min=0).int().flatten()[:, None]
-        return as_blocks(count_X1.repeat(1, num_blocks), (1, num_blocks))
+    def count(count_N: Tensor) -> Tensor:
+        return as_blocks(count_N.int()[:, None].repeat(1, num_blocks), (1, num_blocks))
 
     return BlockTables(
-        count(end_NS - tail_NS),
-        index(tail_NS),
-        count(torch.minimum(end_NS, full_N1) - first_NS),
-        index(first_NS),
-        *((x_NS.flatten().int() for x_NS in (first_NS, end_NS)) if tile.split > 1 else ()),
+        count(used_N - full_N), spread(tail_NL), count(full_N), spread(paging.page_NL)
     )
 
 
@@ -181,9 +140,9 @@ def as_blocks(table_NX: Tensor, shape: tuple[int, ...]) -> Tensor:
 def block_mask(tables: BlockTables, paging: Paging, tile: Tile, group: int) -> BlockMask:
     """The block mask of one forward from its tables and the page table."""
     return BlockMask.from_kv_blocks(
-        *tables[:4],
+        *tables,
         BLOCK_SIZE=(tile.q_block(group), PAGE),
-        mask_mod=paged_mask(paging.logical_NP, paging.context_N, tile, tables),
+        mask_mod=paged_mask(paging.logical_NP, paging.context_N, tile),
         seq_lengths=(tile.height * tile.heads(group), paging.logical_NP.shape[1] * PAGE),
         compute_q_blocks=False,
     )
@@ -206,37 +165,28 @@ def attend(
     tile: Tile,
     seen: Visibility,
 ) -> Tensor:
-    """Attend query tiles `[X, H / G, G * T, E]` (see `tile_heads`) to their requests' pages; the
-    result goes back to packed rows, `[R, H * E]`. `rows` as `sub_lanes` gives them."""
-    (num_rows,), height = rows.lane_R.shape, rows.row_NT.shape[1]
+    """Attend query tiles `[N, H / G, G * T, E]` (see `tile_heads`) to their requests' pages; the
+    result goes back to packed rows, `[R, H * E]`."""
+    (num_rows,), (lanes, height) = rows.lane_R.shape, rows.row_NT.shape
     head_dim, shared = q_NXQE.shape[3], q_NXQE.shape[2] // height
     num_heads = q_NXQE.shape[1] * shared
     group = num_heads // pool[0].shape[1]
-
-    def packed(tiles: Tensor, lane_R: Tensor) -> Tensor:
-        cells = tiles.view(tiles.shape[0], -1, shared, height, tiles.shape[3])
-        return cells.permute(0, 3, 1, 2, 4)[lane_R, rows.tile_row_R]
-
     if isinstance(seen, Tensor):
-        out = packed(gathered_attention(q_NXQE, pool, paging, seen), rows.lane_R)
+        out = gathered_attention(q_NXQE, pool, paging, seen)
     else:
-        flex: Callable[..., Any] = flex_attention
-        if q_NXQE.device.type != "cpu":
-            flex = compiled_flex
+        mask = block_mask(seen, paging, tile, group)
         key, value = (x.transpose(0, 1)[None] for x in pool)
-        settings: dict[str, Any] = {
-            "block_mask": block_mask(seen, paging, tile, group),
-            "enable_gqa": shared != group,
-            "kernel_options": kernel_options(tile, group, q_NXQE),
-        }
-        if tile.split == 1:
-            out = packed(flex(q_NXQE, key, value, **settings), rows.lane_R)
-        else:
-            tiles, aux = flex(q_NXQE, key, value, return_aux=AuxRequest(lse=True), **settings)
-            parts = [rows.lane_R * tile.split + s for s in range(tile.split)]
-            lse = aux.lse[..., None]
-            out = merge([packed(tiles, x) for x in parts], [packed(lse, x) for x in parts])
-    return out.reshape(num_rows, num_heads * head_dim)
+        flex = flex_attention if q_NXQE.device.type == "cpu" else compiled_flex
+        out = flex(
+            q_NXQE,
+            key,
+            value,
+            block_mask=mask,
+            enable_gqa=shared != group,
+            kernel_options=kernel_options(tile, group, q_NXQE),
+        )
+    out = out.view(lanes, num_heads // shared, shared, height, head_dim).permute(0, 3, 1, 2, 4)
+    return out[rows.lane_R, rows.tile_row_R].reshape(num_rows, num_heads * head_dim)
 
 
 def kernel_options(tile: Tile, group: int, query: Tensor) -> FlexKernelOptions:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from dscale.compiled.attention import SPLIT, Tile
+from dscale.compiled.attention import Tile
 from dscale.compiled.drafter import Drafter
 from dscale.compiled.flow import LENGTH, SCORES, Packed, Requests, Step, uniform_rows
 from dscale.compiled.kv import PAGE, KVPool
@@ -41,8 +41,7 @@ class Decide(nn.Module):
         super().__init__()
         self.target, self.drafter, self.draft_pool = target, drafter, draft_pool
         self.rows, self.predictor, self.seed = rows, predictor, seed
-        block, split = drafter.config.block_size, SPLIT if flex else 1
-        self.tile = Tile(height=block, causal=False, flex=flex, split=split)
+        self.tile = Tile(height=drafter.config.block_size, causal=False, flex=flex)
 
     def forward(self, requests: Requests, step: Step, packed: Packed | None = None) -> None:
         """Candidates; with scores also `step.length_N`; and with `packed`, at least W * N rows,

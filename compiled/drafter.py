@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dscale.compiled.attention import Rows, Tile, Visibility, attend, sub_lanes, visibility
+from dscale.compiled.attention import Rows, Tile, Visibility, attend, visibility
 from dscale.compiled.kv import KVPool, Paging, write
 from dscale.compiled.layers import add, rotary_table, swiglu
 from dscale.compiled.packed import is_split, linear, pack
@@ -144,7 +144,6 @@ class Drafter(nn.Module):
             rows.position_R, self.inv_freq, self.config.rope_scaling, block_RD.dtype
         )
         seen = visibility(paging, tile, self.group)
-        rows = sub_lanes(rows, tile)
         for index in range(self.config.num_layers):
             x = self.layer(index, x, cos, sin, rows, paging, pool, tile, seen)
         return rms_norm(x, self.norm, self.config.rms_eps)

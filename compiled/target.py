@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dscale.compiled.attention import Rows, Tile, Visibility, attend, sub_lanes, visibility
+from dscale.compiled.attention import Rows, Tile, Visibility, attend, visibility
 from dscale.compiled.kv import KVPool, Paging, write
 from dscale.compiled.layers import add, frozen, rotary_table, swiglu
 from dscale.compiled.packed import is_split, linear, pack
@@ -188,7 +188,6 @@ class Target(nn.Module):
         x = self.embed(token_R)
         cos, sin = rotary_table(rows.position_R, self.inv_freq, self.config.rope_scaling, x.dtype)
         seen = visibility(paging, tile, self.group)
-        rows = sub_lanes(rows, tile)
         branch = torch.zeros_like(x)
         tapped: dict[int, Tensor] = {}
         for index, layer in enumerate(self.layers):

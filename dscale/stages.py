@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from dscale.compiled.attention import SPLIT, VERIFY_TILE, Tile
+from dscale.compiled.attention import VERIFY_TILE, Tile
 from dscale.compiled.capture import capture
 from dscale.compiled.decide import Anchors, Decide
 from dscale.compiled.drafter import Drafter
@@ -42,7 +42,7 @@ def verify_tile(config: EngineConfig, rows: int, flex: bool) -> Tile:
     height = VERIFY_TILE if flex or config.adaptive else rows
     if config.mode == "dflash":
         return Tile(height=height, flex=flex, per_head=True, block=CONTROL_BLOCK)
-    return Tile(height=height, flex=flex, split=SPLIT if flex else 1)
+    return Tile(height=height, flex=flex)
 
 
 def build_stages(

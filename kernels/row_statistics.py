@@ -140,7 +140,7 @@ def _joined(
     return best, tl.sum(total * scale, 0), tl.sum((weighted + shift * total) * scale, 0)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["vocab"])  # type: ignore[untyped-decorator]
 def _join_groups(
     logit: tl.tensor,
     sums: tl.tensor,

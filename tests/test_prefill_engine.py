@@ -3,7 +3,6 @@ block tables and no others."""
 
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,19 +24,12 @@ POISON = VOCAB - 1
 
 
 def listed_attention(
-    q_NHQE: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    block_mask: Any,
-    return_aux: Any = None,
-    **options: Any,
-) -> Any:
+    q_NHQE: Tensor, key: Tensor, value: Tensor, *, block_mask: Any, **options: Any
+) -> Tensor:
     """FlexAttention as its kernel does it: every query block over its listed pages, the mask on
-    those that are not full. What is masked still meets the weights: 0 x NaN is NaN. A row without
-    keys gets 0, if the values are finite."""
+    those that are not full. What is masked still meets the weights: 0 x NaN is NaN."""
     (_, heads, rows, head_dim), height = q_NHQE.shape, block_mask.BLOCK_SIZE[0]
-    out, lse = torch.empty_like(q_NHQE), torch.empty_like(q_NHQE[..., 0])
+    out = torch.empty_like(q_NHQE)
     tables = (
         (block_mask.full_kv_num_blocks, block_mask.full_kv_indices),
         (block_mask.kv_num_blocks, block_mask.kv_indices),
@@ -52,13 +44,9 @@ def listed_attention(
             score = q_NHQE[lane, :, query] @ keys.mT * head_dim**-0.5
             seen = block_mask.mask_mod(torch.tensor(lane), torch.tensor(0), query[:, None], at)
             seen = seen | (torch.arange(len(at)) < len(full) * PAGE)
-            score = score.masked_fill(~seen, -torch.inf)
-            lse[lane, :, query] = score.logsumexp(-1)
-            weight = torch.exp(
-                score - lse[lane, :, query, None].nan_to_num(neginf=0.0, nan=torch.nan)
-            )
+            weight = torch.softmax(score.masked_fill(~seen, -torch.inf), -1)
             out[lane, :, query] = weight @ values
-    return out if return_aux is None else (out, SimpleNamespace(lse=lse))
+    return out
 
 
 @pytest.fixture
