@@ -50,6 +50,14 @@ def fixed(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def sent(host: Tensor, device: torch.device) -> Tensor:
+    """A host tensor's copy on a GPU, for which the host does not wait: what is copied is pinned,
+    and kept until it is done. Elsewhere the tensor itself."""
+    if device.type != "cuda":
+        return host.to(device)
+    return host.pin_memory().to(device, non_blocking=True)
+
+
 def begin_step() -> None:
     """Mark the start of a step, so that CUDA-graph trees may reuse the last step's memory.
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dscale.compiled.capture import fixed
+from dscale.compiled.capture import fixed, sent
 
 PAGE = 128
 """Tokens per page. Equal to FlexAttention's key/value block, so that a page is a block of the
@@ -58,6 +58,20 @@ class KVPool(torch.nn.Module):
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Return (key, value) of layer `index`, each `[slots, kv_heads, head_dim]`."""
         return getattr(self, f"key_{index}"), getattr(self, f"value_{index}")
+
+    def clear(self, pages: list[int]) -> None:
+        """Zero pages in every layer; the host does not wait for a GPU."""
+        buffers = list(self.buffers())
+        device = buffers[0].device
+        if device.type != "cuda":
+            for buffer in buffers:
+                buffer.view(self.num_pages, -1)[pages] = 0
+            return
+        from dscale.kernels.clear_pages import clear_pages
+
+        table = sent(torch.tensor([b.data_ptr() for b in buffers] + pages), device)
+        with torch.cuda.device(device):
+            clear_pages(table, len(buffers), buffers[0].nbytes // self.num_pages)
 
     @property
     def num_bytes(self) -> int:

@@ -3,11 +3,14 @@ bucket."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dscale.compiled.attention import VERIFY_TILE
-from dscale.compiled.capture import fixed
+from dscale.compiled.capture import fixed, sent
 from dscale.compiled.drafter import Drafter
 from dscale.compiled.flow import RESULT_COLUMNS, Packed, Requests, Step
 from dscale.compiled.kv import KVPool
@@ -25,9 +28,25 @@ STOP_IDS = 8
 BUCKETS = (2, 4, 8, 12, 16, 20, 24, 28, 32)
 
 
+ALIGNMENT = 16
+"""Bytes at which tensors that travel together begin."""
+
+
 def bucket_of(lanes: int) -> int:
     """Smallest lane bucket that holds `lanes`: the paper's up to 32, then multiples of 32."""
     return next((b for b in BUCKETS if b >= lanes), -(-lanes // 32) * 32)
+
+
+def moved_to(device: torch.device, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Host tensors on a device, by one copy for which the host does not wait."""
+    sizes = [-(-x.nbytes // ALIGNMENT) * ALIGNMENT for x in tensors]
+    parts = [x.reshape(-1).view(torch.uint8) for x in tensors]
+    padded = [F.pad(part, (0, size - len(part))) for part, size in zip(parts, sizes, strict=True)]
+    found = torch.split(sent(torch.cat(padded), device), sizes)
+    return [
+        part[: x.nbytes].view(x.dtype).view(x.shape)
+        for part, x in zip(found, tensors, strict=True)
+    ]
 
 
 class Workspace:
@@ -126,16 +145,16 @@ class Workspace:
 
         An earlier request may have left NaN or infinity there, which weigh in even when masked: 0
         x NaN is NaN."""
-        index = torch.tensor([0, *pages], device=self.device)
         for pool in (self.pool, self.draft_pool):
-            for buffer in pool.buffers() if pool is not None else ():
-                buffer.view(self.num_pages, -1).index_fill_(0, index, 0)
+            if pool is not None:
+                pool.clear([0, *pages])
 
     def upload(self, host: Requests, slots: list[int]) -> None:
-        """Copy host state over the device's state of these slots, in place."""
-        index = torch.tensor(slots, device=self.device)
-        for ours, theirs in zip(self.requests, host, strict=True):
-            ours.index_copy_(0, index, theirs.to(self.device, non_blocking=True))
+        """Copy host state over the device's state of these slots, in place; the host does not
+        wait."""
+        index, *moved = moved_to(self.device, [torch.tensor(slots), *host])
+        for ours, theirs in zip(self.requests, moved, strict=True):
+            ours.index_copy_(0, index, theirs)
 
     def assign(self, slots: list[int]) -> Step:
         """The step of as many lanes, its lanes given to these slots."""
