@@ -94,6 +94,7 @@ class Replay:
     _filling: list[Request] = field(default_factory=list)
     _live: list[Request] = field(default_factory=list)
     _pending: Under | None = None
+    _first: tuple[Sequence[Request], Sequence[Request], float] = ((), (), 0.0)
     _ended: float | None = None
 
     def __post_init__(self) -> None:
@@ -126,8 +127,6 @@ class Replay:
             self._filling.append(request)
         began = self.host
         ended = self._fill()
-        if self.host != began:
-            self._ended = None
         self.stats.prefill_seconds += (self.host - began) / 1e3
         steps, tokens = self.stats.steps, self.stats.tokens
         ended += self._decode()
@@ -149,29 +148,42 @@ class Replay:
             request.prefilled += length
         done = [r for r in lengths if r.prefilled == len(r.prompt)]
         end = max(self.host + whole, self.gpu + alone)
-        # Nobody waits for a chunk that ends no prompt.
-        self.gpu, self.host = end, end if done else self.host + whole
+        # Behind other work the host is free again once it has launched the pass.
+        self.gpu, self.host = end, self.host + (max(0.0, whole - alone) if self.late else whole)
+        self._ended = None
         self._filling = [r for r in self._filling if r not in done]
-        ended = []
         for request in done:
             self._left[request] -= 1
+        self._live = sorted([*self._live, *done], key=_slot)
+        self._first = (done, [r for r in done if self._left[r] == 0], end)
+        return [] if self.late else self._give_first()
+
+    def _give_first(self) -> list[Request]:
+        """First tokens of the prompts that ended in this round; returns requests that end so."""
+        (done, ended, end), self._first = self._first, ((), (), 0.0)
+        self.host = max(self.host, end)
+        for request in done:
             self._give(request, 1)
-            ended += [request] if self._left[request] == 0 else []
-        self._live = sorted([*self._live, *(r for r in done if r not in ended)], key=_slot)
         for request in ended:
+            self._live.remove(request)
             self._end(request)
         return ended
 
     def _decode(self) -> list[Request]:
-        under = self._launch() if self._live else None
+        under = self._launch() if any(r.max_new_tokens > 1 for r in self._live) else None
         if self.late:
             under, self._pending = self._pending, under
-        return self._finish(under) if under is not None else []
+        ended = self._finish(under) if under is not None else []
+        waited = self.host
+        ended += self._give_first()
+        self.stats.prefill_seconds += (self.host - waited) / 1e3
+        return ended
 
     def _launch(self) -> Under:
-        live, count = list(self._live), len(self._live)
+        live = [r for r in self._live if r.max_new_tokens > 1]
+        count = len(live)
         lanes = bucket_of(count) if self.padded else count
-        choice = self._choose(lanes)
+        choice = self._choose(lanes, live)
         slots = [r.slot for r in live]
         at = [self._at_S[slot] % self.accepted_TS.shape[0] for slot in slots]
         score_NC = self.score_TSC[at, slots]
@@ -191,16 +203,16 @@ class Replay:
         self.gpu = end
         return Under(live, count_N, length_N, choice, score_NC, end)
 
-    def _choose(self, lanes: int) -> Choice | None:
+    def _choose(self, lanes: int, live: list[Request]) -> Choice | None:
         if self.policy is None:
             return None
         unknown = np.full(CANDIDATES, np.nan, np.float32)
-        known = [unknown if r.scores is None else r.scores for r in self._live]
-        choice = self.policy.choose(lanes, np.stack(known), sum(r.context for r in self._live))
+        known = [unknown if r.scores is None else r.scores for r in live]
+        choice = self.policy.choose(lanes, np.stack(known), sum(r.context for r in live))
         if self.padded or not choice.draft:
             return choice
-        most = sum(min(VERIFY_TILE, r.max_new_tokens - len(r.tokens)) for r in self._live)
-        rows = min(choice.rows, choice.average * len(self._live), most)
+        most = sum(min(VERIFY_TILE, r.max_new_tokens - len(r.tokens)) for r in live)
+        rows = min(choice.rows, choice.average * len(live), most)
         return Choice(rows, choice.average)
 
     def _lengths(self, choice: Choice | None, score_NC: Tensor, left: list[int]) -> list[int]:

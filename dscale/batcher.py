@@ -19,6 +19,7 @@ from dscale.decode import Decoding, Launch
 from dscale.prefill import next_lengths
 from dscale.prefix import PagePool
 from dscale.request import FinishReason, Request, finish_reason
+from dscale.results import FirstTokens
 from dscale.sizing import explained
 from dscale.weights import Weights
 
@@ -42,6 +43,7 @@ class Batcher:
     _at_limit: bool = False
     _decoding: Decoding | None = None
     _pending: tuple[Decoding, Launch] | None = None
+    _first: list[FirstTokens] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         core = self.core
@@ -97,7 +99,7 @@ class Batcher:
         failed = [*self.live, *self.filling]
         if not failed and self._pending is None and self.waiting:
             failed.append(self.waiting.popleft())
-        self._pending = None
+        self._pending, self._first = None, []
         self.live, self.filling = [], []
         self.core.close()
         self._reset()
@@ -110,10 +112,11 @@ class Batcher:
         self._admit()
         began = time.perf_counter()
         self._fill()
-        filled = time.perf_counter()
+        filled, stats = time.perf_counter(), self.core.stats
+        stats.prefill_seconds += filled - began
+        waited = stats.prefill_seconds
         self._decode()
-        self.core.stats.prefill_seconds += filled - began
-        self.core.stats.decode_seconds += time.perf_counter() - filled
+        stats.decode_seconds += time.perf_counter() - filled - (stats.prefill_seconds - waited)
 
     def warm_up(self, requests: list[Request]) -> None:
         """See `Engine.warm_up`."""
@@ -218,24 +221,36 @@ class Batcher:
         if not lengths:
             return
         group = group[: len(lengths)]
-        ended: list[Request] = []
         for guided in (False, True):
             part = [i for i, r in enumerate(group) if (r.guide is not None) == guided]
             if part:
-                ended += self.core.prefill([group[i] for i in part], [lengths[i] for i in part])
+                parts = [group[i] for i in part], [lengths[i] for i in part]
+                first = self.core.prefill(*parts)
+                self._first += [] if first is None else [first]
         done = [r for r in group if r.prefilled == len(r.prompt)]
         self.filling = [r for r in self.filling if r not in done]
-        self.live += [r for r in done if r not in ended]
-        for request in done:
-            self.pages.share(request, request.prompt)
-        self.live.sort(key=lambda r: r.slot)
+        self.live = sorted([*self.live, *done], key=lambda r: r.slot)
         self._decoding = None if done else self._decoding
-        for request in ended:
-            self._end(request, finish_reason(request))
+        if not self.core.captured:
+            self._give_first()
+
+    def _give_first(self) -> None:
+        """Hand out first tokens. On a GPU after the next step has been started, so that it does
+        not run out of work; a request that its first token ends is a dead lane there."""
+        while self._first:
+            first = self._first.pop()
+            ended = first.finish()
+            for request in first.requests:
+                if request.error is None and not request.finished:
+                    self.pages.share(request, request.prompt)
+            for request in ended:
+                self.live.remove(request)
+                self._end(request, finish_reason(request))
 
     def _decode(self) -> None:
         launched: tuple[Decoding, Launch] | None = None
-        live = [r for r in self.live if r.guide is None]
+        # One token is all some want, and have already.
+        live = [r for r in self.live if r.guide is None and r.max_new_tokens > 1]
         if live:
             if self._decoding is None:
                 self._decoding = self.core.decoding(live)
@@ -248,6 +263,9 @@ class Batcher:
         if launched is not None:
             decoding, launch = launched
             ended += decoding.finish(launch)
+        began = time.perf_counter()
+        self._give_first()
+        self.core.stats.prefill_seconds += time.perf_counter() - began
         guided = [r for r in self.live if r.guide is not None]
         if guided:
             ended += self.core.guided_step(guided)

@@ -9,19 +9,18 @@ from dataclasses import dataclass, field
 from dscale.choosers import chooser_of, narrowest
 from dscale.compiled.capture import begin_step
 from dscale.compiled.drafter import Drafter
-from dscale.compiled.flow import COUNT, FAILED, LIVE, TOKENS
 from dscale.compiled.kv import PAGE
 from dscale.compiled.predictor import Predictor
 from dscale.compiled.sampling import Chooser
 from dscale.compiled.target import Target
 from dscale.config import EngineConfig
 from dscale.decode import Decoding
-from dscale.errors import not_finite
 from dscale.host import HostStages, host_stages
 from dscale.placing import write_state
 from dscale.policy import AutoBudget, FixedBudget, Policy
 from dscale.prefill import packed_chunk
 from dscale.request import Request
+from dscale.results import FirstTokens, Results
 from dscale.sizing import Sizes, allocate, check_room, memory_of, needed, roomy
 from dscale.stages import Stage, Stages, build_stages, prompt_stage
 from dscale.stats import Stats
@@ -100,10 +99,9 @@ class Core:
             padded=self.flex,
         )
 
-    def prefill(self, requests: list[Request], lengths: list[int]) -> list[Request]:
-        """Prefill the next `lengths` prompt tokens of placed requests, all above 0.
-
-        Those whose prompt ends commit their first token; returns the ones that end with it."""
+    def prefill(self, requests: list[Request], lengths: list[int]) -> FirstTokens | None:
+        """Prefill the next `lengths` prompt tokens of placed requests, all above 0; returns what
+        comes of those whose prompt ends, None where none does."""
         assert self.workspace is not None
         guided = any(r.guide is not None for r in requests)
         stages = self._host_stages(requests) if guided else self.stages(chooser_of(requests))
@@ -117,21 +115,13 @@ class Core:
         self.stats.prompt_tokens += sum(lengths)
         for request, length in zip(requests, lengths, strict=True):
             request.prefilled += length
-        if all(r.prefilled < len(r.prompt) for r in requests):
-            return []
-        ended = []
-        results = step.result_NX.tolist()
-        for request, row in zip(requests, results, strict=True):
-            if request.prefilled < len(request.prompt):
-                continue
-            request.error = not_finite(request.context) if row[FAILED] else request.error
-            if request.error is not None:
-                ended.append(request)
-                continue
-            request.give(row[TOKENS][: row[COUNT]])
-            if request.stopped or not row[LIVE]:
-                ended.append(request)
-        return ended
+        lanes = [i for i, r in enumerate(requests) if r.prefilled == len(r.prompt)]
+        if not lanes:
+            return None
+        late = self.captured and not guided
+        return FirstTokens(
+            [requests[i] for i in lanes], lanes, Results.of(step.result_NX, late=late)
+        )
 
     def guided_step(self, live: list[Request]) -> list[Request]:
         """One decode step of guided requests, on the host path; returns those that end."""

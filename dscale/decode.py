@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from dscale.compiled.attention import VERIFY_TILE
 from dscale.compiled.capture import begin_step
@@ -17,6 +14,7 @@ from dscale.errors import not_finite
 from dscale.host_pack import pack_on_host
 from dscale.policy import Choice, Floats, Policy
 from dscale.request import Request
+from dscale.results import Results
 from dscale.stages import Stages
 from dscale.stats import Stats
 from dscale.workspace import Workspace, bucket_of
@@ -24,19 +22,11 @@ from dscale.workspace import Workspace, bucket_of
 
 @dataclass(slots=True)
 class Launch:
-    """A step under way: its live requests, and where its results arrive on the host."""
+    """A step under way: its live requests, how many rows it verifies, and what comes of it."""
 
     live: list[Request]
     choice: Choice | None
-    result_NX: Tensor
-    arrived: Any = None
-
-    def read(self) -> NDArray[np.int32]:
-        """Results, int32 [N, X], waiting for their copy to arrive."""
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        array: NDArray[np.int32] = self.result_NX.numpy()
-        return array
+    results: Results
 
 
 @dataclass(slots=True)
@@ -68,7 +58,7 @@ class Decoding:
             if self.stages.decide is not None:
                 self.stages.decide(requests, step)
             self.stages.verify(requests, step)
-        return self._collect(live, choice, step)
+        return Launch(live, choice, Results.of(step.result_NX, late=self.late))
 
     def run(self, live: list[Request]) -> None:
         """Decode placed requests until all have ended, without taking others in."""
@@ -106,19 +96,9 @@ class Decoding:
             decide(workspace.requests, step, packed)
         self.stages.verify(workspace.requests, step, workspace.packed(lanes, choice.rows))
 
-    def _collect(self, live: list[Request], choice: Choice | None, step: Step) -> Launch:
-        """Send the results to the host, waiting only when they are read at once anyway."""
-        if not self.late or step.result_NX.device.type != "cuda":
-            return Launch(live, choice, step.result_NX.to("cpu", copy=True))
-        host_NX = torch.empty(step.result_NX.shape, dtype=torch.int32, pin_memory=True)
-        host_NX.copy_(step.result_NX, non_blocking=True)
-        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        arrived.record()
-        return Launch(live, choice, host_NX, arrived)
-
     def finish(self, launch: Launch) -> list[Request]:
         """Hand out a step's tokens; returns the requests that end with it."""
-        result_NX = launch.read()[: len(launch.live)]
+        result_NX = launch.results.read()[: len(launch.live)]
         count_N = result_NX[:, COUNT]
         self.stats.steps += bool(count_N.any())
         if launch.choice is not None and launch.choice.draft:

@@ -109,7 +109,7 @@ def test_steps_commit_what_the_trace_accepts(name: str, sampling: str) -> None:
     for at in range(12):
         launched = decoding.launch(requests)
         candidate_NC = step.candidate_NC.clone()
-        result = launched.result_NX.clone()
+        result = launched.results.host_NX.clone()
         assert decoding.finish(launched) == []
         accepted_N = rig.trace.accepted_TS[at, :lanes]
         adaptive = case.config.adaptive
@@ -196,6 +196,6 @@ def test_the_last_row_never_counts_as_a_candidate() -> None:
     case = CASES["+tiles"]
     requests = rig.place([4, 7], [64, 64], {})
     decoding = rig.decoding(case, None, Stats())
-    result = decoding.launch(requests).result_NX
+    result = decoding.launch(requests).results.host_NX
     assert isinstance(decoding.stages.verify.stage, SimulatedVerify)  # type: ignore[attr-defined]
     assert result[:, COUNT].tolist() == [16, 16]
