@@ -1,4 +1,4 @@
-"""FlexAttention's kernel, emulated on a CPU: it reads the pages of the block tables and no others."""
+"""FlexAttention's kernel, emulated on a CPU: it reads the pages of the block tables alone."""
 
 from typing import Any
 
