@@ -55,12 +55,14 @@ def step_of(row: Row) -> str:
 
 def compute(folder: Path) -> Rows:
     """One row per step and concurrency of every series that has the control and another step:
-    decode rates of simulated acceptance at the shortest prompt, and closed loops on GSM8K."""
+    decode rates of simulated acceptance at the shortest prompt, and the pair's closed loops on
+    GSM8K."""
     rows = reproduced.read("mode_gains.json", GAIN_FIELDS, folder)
     rates = [
         row | {"concurrency": row["requests"], "rate": row["decode_tokens_per_s"],
-               "of": f"decoding, prompt {row['prompt']}", "acceptance": "simulated"}
-        for row in where(rows, trace="paper", sampling="greedy")
+               "of": f"decoding, prompt {row['prompt']}, trace {row['trace']}",
+               "acceptance": "simulated"}
+        for row in reproduced.one_trace(where(rows, sampling="greedy"))
         if row["prompt"] == min(r["prompt"] for r in where(rows, model=row["model"]))
     ]  # fmt: skip
     rates += [
@@ -94,11 +96,11 @@ def series_of(rows: Rows) -> Iterator[tuple[str, Rows]]:
 
 def gain(rows: Rows, step: str, over: str) -> float | None:
     """Geometric mean of the ratios over concurrencies that have both, of at least 8 as in the
-    paper where there are any, less one."""
-    rate = {(row["step"], row["concurrency"]): row["tokens_per_s"] for row in rows}
-    both = [c for s, c in rate if s == step and (over, c) in rate]
-    at = [c for c in both if c >= min(LEAST, max(both))]
-    ratios = [rate[step, c] / rate[over, c] for c in at]
+    paper where there are any, less one. A ratio is of rows of one commit."""
+    rate = {(r["step"], r["concurrency"], r["commit"]): r["tokens_per_s"] for r in rows}
+    both = [key for key in rate if key[0] == step and (over, *key[1:]) in rate]
+    least = min(LEAST, max((c for _, c, _ in both), default=LEAST))
+    ratios = [rate[key] / rate[over, *key[1:]] for key in both if key[1] >= least]
     return geometric_mean(ratios) - 1 if ratios else None
 
 
@@ -153,6 +155,9 @@ def draw(rows: Rows) -> None:
                 if paper is not None:
                     style = series(COLOURS[step]) | {"marker": "", "linestyle": "--"}
                     ax.plot([at[-1] + 1, at[-1] + 4], [100 * paper] * 2, **style)
+                    word = {"budget_all": "budget", "graph_all": "graphs"}.get(key, key)
+                    ax.text(at[-1] + 4.5, 100 * paper, word, fontsize=6, va="center")
+                    ax.set_xlim(right=at[-1] + 9)
             ax.axhline(0, color="black", linewidth=0.8)
             word = " (simulated)" if kind != "pair" else ""
             ax.set(title=KINDS[kind] + word, xlabel="concurrency", xticks=at)

@@ -32,12 +32,15 @@ def compute(folder: Path) -> Rows:
     over, at the longest context), "sampling" (such a step sampled over a greedy one), "pool"
     (after a ragged run that captured every bucket), "floor" (graphs over what memory traffic or
     arithmetic alone would take)."""
-    gains = where(reproduced.read("mode_gains.json", GAIN_FIELDS, folder), trace="paper")
+    gains = reproduced.one_trace(reproduced.read("mode_gains.json", GAIN_FIELDS, folder))
     steps = where(reproduced.read("decode_step.json", STEP_FIELDS, folder), sampling="greedy")
     pools = reproduced.read("graph_counters.json", POOL_FIELDS, folder)
     loops = where(read_loops(folder), set="gsm8k", temperature=0.0, acceptance="real")
     loops = medians(row for row in loops if row["gpu"] != reproduced.CPU)
-    found = [interval(row, f"prompt {row['prompt']}") for row in at_end(gains, "prompt", min)]
+    found = [
+        interval(row, f"prompt {row['prompt']}, trace {row['trace']}")
+        for row in at_end(gains, "prompt", min)
+    ]
     found += [
         interval(row | {"requests": row["concurrency"]}, "closed loop, GSM8K")
         for row in at_end(loops, "requests", max)

@@ -172,6 +172,16 @@ def where(rows: Iterable[Row], **wanted: Any) -> Rows:
     return [row for row in rows if all(row.get(key) == value for key, value in wanted.items())]
 
 
+def one_trace(rows: Rows) -> Rows:
+    """Of every model the rows of one simulated trace: of "six", mean progress 6.0, where there are
+    any, else of "paper", 6.09."""
+    found: Rows = []
+    for model in dict.fromkeys(row["model"] for row in rows):
+        some = where(rows, model=model)
+        found += where(some, trace="six") or where(some, trace="paper")
+    return found
+
+
 def conditions(rows: Iterable[Row], *more: str) -> str:
     """Machine, number format, versions, commits and dates of rows, and what else is said."""
     rows = list(rows)

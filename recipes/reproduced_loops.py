@@ -1,20 +1,36 @@
 """Rows of closed-loop measurements, as the recipes of Figs. 3, 7, 8 and 9 read them."""
 
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import reproduced
-from reproduced import Row, Rows
+from reproduced import Row, Rows, where
 
-from bench.aggregate import LOOP_FIELDS
+from bench.aggregate import CELL, LOOP_FIELDS
 
 FILES = ("closed_loop.json", "cpu/closed_loop.json")
 """Measured on GPUs; small runs on a CPU."""
 
 
 def read_loops(folder: Path) -> Rows:
-    """The rows of every closed-loop file about models that count, not those of dry runs."""
-    rows = [row for name in FILES for row in reproduced.read(name, LOOP_FIELDS, folder)]
-    return [row for row in rows if reproduced.kind_of(row["model"])]
+    """The rows of every closed-loop file about models that count, not those of dry runs; of every
+    cell those that can be compared."""
+    cells: dict[tuple[object, ...], Rows] = defaultdict(list)
+    for name in FILES:
+        for row in reproduced.read(name, LOOP_FIELDS, folder):
+            if reproduced.kind_of(row["model"]):
+                cells[row["gpu"], *(row[key] for key in CELL)].append(row)
+    return [row for rows in cells.values() for row in comparable(rows)]
+
+
+def comparable(rows: Rows) -> Rows:
+    """Of one cell the rows of the control's commit, and of the repetitions that most modes have:
+    a ratio is then of one program and of the same requests and draws."""
+    control = where(rows, mode="dflash", budget=None)
+    if control:
+        rows = where(rows, commit=min(control, key=lambda row: row["repetition"])["commit"])
+    modes = Counter(row["repetition"] for row in rows)
+    return [row for row in rows if modes[row["repetition"]] == max(modes.values())]
 
 
 def loops(rows: Rows) -> str:

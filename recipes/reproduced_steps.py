@@ -16,7 +16,8 @@ COMMANDS = (
     "python recipes/reproduce_steps.py",
 )
 CONCURRENCIES = (8, 16, 32)
-KINDS_OF = {"interval": "intervals", "stages": "shares", "pool": "memory"}
+KINDS_OF = {"interval": "intervals", "stages": "shares", "sampling": "sampling", "pool": "memory",
+            "floor": "graphs"}  # fmt: skip
 MODES = (
     ("dflash", None, "DFlash control", ORANGE),
     ("dscale", "half", "DScale, half", GREEN),
@@ -35,10 +36,11 @@ def first(rows: Rows, name: str, **wanted: Any) -> Row | None:
 
 
 def reduction(rows: Rows, name: str, requests: int, budget: str) -> float | None:
-    """By how much a step's interval is shorter than the control's."""
+    """By how much a step's interval is shorter than the control's of the same commit."""
     wanted = {"kind": "interval", "requests": requests}
-    ours = first(rows, name, mode="dscale", budget=budget, **wanted)
     control = first(rows, name, mode="dflash", budget=None, **wanted)
+    wanted["commit"] = control and control["commit"]
+    ours = first(rows, name, mode="dscale", budget=budget, **wanted)
     return 1 - ours["step_ms"] / control["step_ms"] if ours and control else None
 
 

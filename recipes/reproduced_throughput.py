@@ -221,7 +221,8 @@ def draw(rows: Rows) -> None:
             ax.set(title=title, ylabel="output tokens/s", xlabel="concurrency", ylim=(0, None))
         for ax in axes.flat[len(panels) :]:
             ax.axis("off")
-        legend(axes[0, 0])
+        for kind in dict.fromkeys(kind for kind, _, _ in panels):
+            legend(axes.flat[[name for name, _, _ in panels].index(kind)])
     about += ". Medians over data sets; black: the control's values lowered as in the paper (8B, "
     about += "4B: geometric means over all cells)."
     with figure("latency.png", about, rows=len(shown), columns=3) as axes:

@@ -19,6 +19,7 @@ import reproduce_width
 import reproduced
 from reproduce_results import EXPERIMENTS, page
 from reproduced import Line, number, percent, where
+from reproduced_loops import read_loops
 from reproduced_throughput import gain, gain_rows
 
 from bench.paper import PAPER, SGLANG
@@ -91,6 +92,40 @@ def written(folder: Path, rows: list[Any]) -> Path:
     folder.mkdir(exist_ok=True)
     (folder / "closed_loop.json").write_text(json.dumps(rows))
     return folder
+
+
+def test_ratios_compare_one_commit_and_the_same_repetitions(tmp_path: Path) -> None:
+    cell = [row for row in result_rows.loops() if row["acceptance"] == "real"]
+    cell = where(cell, set="gsm8k", concurrency=8, temperature=0.0)
+    auto = where(cell, mode="dscale", budget="auto")
+    once = [row for row in cell if row["repetition"] == 0 or row not in auto]
+    (tmp_path / "closed_loop.json").write_text(json.dumps(once))
+    assert {row["repetition"] for row in read_loops(tmp_path)} == {0}
+    for row in auto:
+        row["commit"] = "older"
+    (tmp_path / "closed_loop.json").write_text(json.dumps(cell))
+    budgets = {row["budget"] for row in reproduce_throughput.compute(tmp_path) if "gain" in row}
+    assert budgets == {"half"}
+    rows = result_rows.gains()
+    for row in where(rows, mode="dscale", budget="auto"):
+        row["commit"] = "older"
+    (tmp_path / "mode_gains.json").write_text(json.dumps(rows))
+    some = dict(reproduce_ablation.series_of(reproduce_ablation.compute(tmp_path)))["8b"]
+    assert reproduce_ablation.gain(some, "dscale half", "dflash") == pytest.approx(0.5)
+    assert reproduce_ablation.gain(some, "dscale auto", "dflash") is None
+    lines = reproduce_steps.section(reproduce_steps.compute(tmp_path)).every
+    ours = {line.what: line.ours for line in lines}
+    assert ours["step interval shorter by, concurrency 8, Qwen3-8B shapes, `auto`"] is None
+    assert ours["step interval shorter by, concurrency 8, Qwen3-8B shapes, `half`"] is not None
+
+
+def test_the_trace_of_mean_six_is_taken_where_it_was_measured() -> None:
+    rows = result_rows.gains()
+    rows = [
+        row for row in rows if row["model"] != result_rows.SHAPES["4b"] or row["trace"] != "six"
+    ]
+    found = {(row["model"], row["trace"]) for row in reproduced.one_trace(rows)}
+    assert found == {(result_rows.SHAPES["8b"], "six"), (result_rows.SHAPES["4b"], "paper")}
 
 
 def test_widths_are_relative_to_the_full_one(measured: Path) -> None:
