@@ -174,6 +174,8 @@ def draw(rows: Rows) -> None:
     names = [n for n in KINDS if any(kind(r["model"]) == n for r in where(rows, kind="interval"))]
     about = "; ".join(f"{KINDS[n]}: {described(rows, n, 'interval')}" for n in names)
     about += ". Percentages: change from the control (paper, with half: -30.8 % to -52.5 %)."
+    pools = [text for text in (described(rows, n, "pool") for n in KINDS) if text]
+    about += f" Pool: {'; '.join(pools)}." if pools else ""
     with figure("steps.png", about, rows=2, columns=3) as axes:
         for ax, name in zip(axes[0], names, strict=False):
             intervals(ax, rows, name)
@@ -220,7 +222,7 @@ def intervals(ax: Any, rows: Rows, name: str) -> None:
             ax.bar(x + shift, row["step_ms"], 0.27, color=colour, label=own)
             shorter = reduction(rows, name, c, budget) if budget else None
             if shorter is not None:
-                text = f"{-100 * shorter:+.0f} %"
+                text = f"{-100 * shorter:+.0f}%"
                 ax.text(x + shift, row["step_ms"], text, ha="center", va="bottom", fontsize=6)
     word = " (simulated)" if name != "pair" else ""
     ax.set(xticks=range(3), xticklabels=CONCURRENCIES, xlabel="concurrency")
