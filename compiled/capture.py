@@ -50,12 +50,12 @@ def fixed(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def sent(host: Tensor, device: torch.device) -> Tensor:
-    """A host tensor's copy on a GPU, for which the host does not wait: what is copied is pinned,
-    and kept until it is done. Elsewhere the tensor itself."""
-    if device.type != "cuda":
-        return host.to(device)
-    return host.pin_memory().to(device, non_blocking=True)
+def send(host: Tensor, target: Tensor) -> None:
+    """Copy a host tensor over one on a device. The host does not wait for a GPU: what is copied is
+    pinned, and kept until it is done."""
+    if target.device.type == "cuda":
+        host = host.pin_memory()
+    target.copy_(host, non_blocking=True)
 
 
 def begin_step() -> None:

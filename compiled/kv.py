@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dscale.compiled.capture import fixed, sent
+from dscale.compiled.capture import fixed, send
 
 PAGE = 128
 """Tokens per page. Equal to FlexAttention's key/value block, so that a page is a block of the
@@ -54,6 +54,7 @@ class KVPool(torch.nn.Module):
             for name in ("key", "value"):
                 zeros = fixed(torch.zeros(shape, dtype=dtype, device=device))
                 self.register_buffer(f"{name}_{layer}", zeros, persistent=False)
+        self._all = list(self.buffers())
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Return (key, value) of layer `index`, each `[slots, kv_heads, head_dim]`."""
@@ -61,7 +62,7 @@ class KVPool(torch.nn.Module):
 
     def clear(self, pages: list[int]) -> None:
         """Zero pages in every layer; the host does not wait for a GPU."""
-        buffers = list(self.buffers())
+        buffers = self._all
         device = buffers[0].device
         if device.type != "cuda":
             for buffer in buffers:
@@ -69,7 +70,9 @@ class KVPool(torch.nn.Module):
             return
         from dscale.kernels.clear_pages import clear_pages
 
-        table = sent(torch.tensor([b.data_ptr() for b in buffers] + pages), device)
+        addresses = torch.tensor([b.data_ptr() for b in buffers] + pages)
+        table = torch.empty_like(addresses, device=device)
+        send(addresses, table)
         with torch.cuda.device(device):
             clear_pages(table, len(buffers), buffers[0].nbytes // self.num_pages)
 

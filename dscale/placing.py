@@ -1,11 +1,57 @@
-"""A request's state as the stages read it, row by row."""
+"""A request's state as the stages read it: written row by row, and sent to the device."""
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Sequence
 
+import torch
+from torch import Tensor
+
+from dscale.compiled.capture import send
 from dscale.compiled.flow import Requests
 from dscale.request import Request
+
+ALIGNMENT = 16
+"""Bytes at which the fields of a row begin."""
+
+
+class Staging:
+    """State of some slots on the host, a row of bytes each, and its way to the device in one copy.
+
+    Neither side is allocated or cut up for every request anew: that took the host longer than a
+    step takes a small model."""
+
+    def __init__(self, idle: Requests, count: int, device: torch.device) -> None:
+        """`idle`: the state of one idle slot, `[1, ...]` each."""
+        fields = [torch.zeros(1, dtype=torch.int64), *idle]
+        self._widths = [-(-x.nbytes // ALIGNMENT) * ALIGNMENT for x in fields]
+        self._idle = torch.zeros(1, sum(self._widths), dtype=torch.uint8)
+        for ours, theirs in zip(self._cut(self._idle, fields), fields, strict=True):
+            ours.copy_(theirs)
+        self._host = self._idle.repeat(count, 1)
+        self._device = self._host.to(device, copy=True)
+        self._slot_N, *host = self._cut(self._host, fields)
+        self._index_N, *moved = self._cut(self._device, fields)
+        self.host, self.moved = Requests(*host), Requests(*moved)
+
+    def _cut(self, rows: Tensor, fields: Sequence[Tensor]) -> list[Tensor]:
+        """The fields of rows of bytes."""
+        return [
+            part[:, : x.nbytes].view(x.dtype).view(len(rows), *x.shape[1:])
+            for part, x in zip(torch.split(rows, self._widths, 1), fields, strict=True)
+        ]
+
+    def reset(self) -> Requests:
+        """Every row idle again; to be written to."""
+        self._host.copy_(self._idle)
+        return self.host
+
+    def send(self, slots: list[int]) -> tuple[Tensor, Requests]:
+        """Slots and state on the device, for which the host does not wait; overwritten when the
+        next are sent."""
+        self._slot_N.copy_(torch.tensor(slots))
+        send(self._host, self._device)
+        return self._index_N, self.moved
 
 
 def write_state(host: Requests, row: int, request: Request) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dscale.compiled.attention import PREFILL_TILE, Rows
-from dscale.compiled.capture import fixed
+from dscale.compiled.capture import fixed, send
 from dscale.compiled.kv import PAGE
 from dscale.compiled.prefill import Chunk
 from dscale.request import Request
@@ -104,9 +105,13 @@ class ChunkBuffers:
         """`target_row` `[D]`: as hidden states are."""
         device, rows = target_row.device, tiles * PREFILL_TILE
         self.tiles, self.idle_slot = tiles, idle_slot
-        self.flat = torch.zeros(3 * rows + 4 * tiles, dtype=torch.int64, device=device)
+        # Token, position and slot of each row; slot and start of each tile; each lane's last row
+        # and whether its prompt ends.
+        self._sizes = [rows] * 3 + [tiles] * 4
+        self.flat = torch.zeros(sum(self._sizes), dtype=torch.int64, device=device)
         row = torch.arange(rows, device=device)
-        token, position, slot, slot_X, start_X, last_N, ends_N = self._parts(self.flat)
+        parts = torch.split(self.flat, self._sizes)
+        token, position, slot, slot_X, start_X, last_N, ends_N = parts
         self.chunk = Chunk(
             token_R=token,
             rows=Rows(
@@ -121,30 +126,28 @@ class ChunkBuffers:
         for tensor in (*self.chunk.rows, *(x for x in self.chunk if isinstance(x, Tensor))):
             torch._dynamo.mark_dynamic(fixed(tensor), 0)
 
-    def _parts(self, flat: Tensor) -> tuple[Tensor, ...]:
-        """Token, position and slot of each row; slot and start of each tile; each lane's last row
-        and whether its prompt ends."""
-        return torch.split(flat, [self.tiles * PREFILL_TILE] * 3 + [self.tiles] * 4)
-
     def fill(self, requests: list[Request], lengths: list[int]) -> Chunk:
         """The next `lengths` prompt tokens of every request, from where its prefill stands, each
         from a tile's first row on."""
-        pinned = self.flat.device.type == "cuda"
-        host = torch.zeros(self.flat.shape, dtype=torch.int64, pin_memory=pinned)
-        token, position, slot, slot_X, start_X, last_N, ends_N = self._parts(host)
-        torch.arange(len(slot), out=slot).remainder_(PAGE)
-        slot_X.fill_(self.idle_slot)
+        # By NumPy: as many tensor operations took the host 0.2 ms.
+        host = np.zeros(len(self.flat), np.int64)
+        token, position, slot, slot_X, start_X, last_N, ends_N = np.split(
+            host, np.cumsum(self._sizes)[:-1]
+        )
+        slot[:] = np.arange(len(slot)) % PAGE
+        slot_X[:] = self.idle_slot
         first = 0
         for lane, (request, length) in enumerate(zip(requests, lengths, strict=True)):
             start, row, tiles = request.prefilled, first * PREFILL_TILE, tiles_of(length)
-            at = torch.arange(start, start + tiles * PREFILL_TILE)
+            at = np.arange(start, start + tiles * PREFILL_TILE)
             position[row : row + len(at)] = at
-            token[row : row + length] = torch.tensor(request.prompt[start : start + length])
-            slot[row : row + length] = _slots(request, start, length)
+            token[row : row + length] = request.prompt[start : start + length]
+            own = at[:length]
+            slot[row : row + length] = np.array(request.pages)[own // PAGE] * PAGE + own % PAGE
             slot_X[first : first + tiles] = request.slot
             start_X[first : first + tiles] = at[::PREFILL_TILE]
             last_N[lane] = row + length - 1
             ends_N[lane] = start + length == len(request.prompt)
             first += tiles
-        self.flat.copy_(host, non_blocking=True)
+        send(torch.from_numpy(host), self.flat)
         return self.chunk

@@ -3,20 +3,18 @@ bucket."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from dscale.compiled.attention import VERIFY_TILE
-from dscale.compiled.capture import fixed, sent
+from dscale.compiled.capture import fixed, send
 from dscale.compiled.drafter import Drafter
 from dscale.compiled.flow import RESULT_COLUMNS, Packed, Requests, Step
 from dscale.compiled.kv import KVPool
 from dscale.compiled.predictor import RECENT
 from dscale.compiled.prefill import Chunk
 from dscale.compiled.target import Target
+from dscale.placing import Staging
 from dscale.prefill import ChunkBuffers, bucket_of_tiles, tiles_of
 from dscale.request import Request
 
@@ -28,25 +26,9 @@ STOP_IDS = 8
 BUCKETS = (2, 4, 8, 12, 16, 20, 24, 28, 32)
 
 
-ALIGNMENT = 16
-"""Bytes at which tensors that travel together begin."""
-
-
 def bucket_of(lanes: int) -> int:
     """Smallest lane bucket that holds `lanes`: the paper's up to 32, then multiples of 32."""
     return next((b for b in BUCKETS if b >= lanes), -(-lanes // 32) * 32)
-
-
-def moved_to(device: torch.device, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Host tensors on a device, by one copy for which the host does not wait."""
-    sizes = [-(-x.nbytes // ALIGNMENT) * ALIGNMENT for x in tensors]
-    parts = [x.reshape(-1).view(torch.uint8) for x in tensors]
-    padded = [F.pad(part, (0, size - len(part))) for part, size in zip(parts, sizes, strict=True)]
-    found = torch.split(sent(torch.cat(padded), device), sizes)
-    return [
-        part[: x.nbytes].view(x.dtype).view(x.shape)
-        for part, x in zip(found, tensors, strict=True)
-    ]
 
 
 class Workspace:
@@ -81,7 +63,11 @@ class Workspace:
             self.draft_pool = KVPool(
                 d.num_layers, num_pages, d.num_kv_heads, d.head_dim, dtype, device
             )
-        self.requests = Requests(*(fixed(t.to(device)) for t in self.host_requests()))
+        self._staging: dict[int, Staging] = {}
+        idle, slots = self._idle(), max_requests + 1
+        self.requests = Requests(
+            *(fixed(x.repeat(slots, *[1] * (x.ndim - 1)).to(device)) for x in idle)
+        )
         self.block = VERIFY_TILE if drafter is None else drafter.config.block_size
         self._steps: dict[int, Step] = {}
         self._packed: dict[tuple[int, int], Packed] = {}
@@ -106,39 +92,40 @@ class Workspace:
             and seen <= self.seen
         )
 
-    def host_requests(self, slots: int | None = None) -> Requests:
-        """Fresh state of some slots (default: all) on the host, every one idle, to be filled and
-        uploaded."""
-        count = self.max_requests + 1 if slots is None else slots
+    def _idle(self) -> Requests:
+        """The state of one idle slot, `[1, ...]` each."""
 
-        def zeros(dtype: torch.dtype, *shape: int) -> Tensor:
-            return torch.zeros(count, *shape, dtype=dtype)
+        def filled(value: float, dtype: torch.dtype, *shape: int) -> Tensor:
+            return torch.full((1, *shape), value, dtype=dtype)
 
-        requests = Requests(
-            context_S=zeros(torch.int32),
-            remaining_S=zeros(torch.int32),
-            anchor_S=zeros(torch.int64),
-            live_S=zeros(torch.bool),
-            seed_S=zeros(torch.int64),
-            temperature_S=zeros(torch.float32),
-            top_k_S=zeros(torch.int64),
-            top_p_S=zeros(torch.float32),
-            min_p_S=zeros(torch.float32),
-            page_SL=zeros(torch.int32, self.pages_per_request),
-            logical_SP=zeros(torch.int32, self.num_pages),
-            stop_SZ=zeros(torch.int64, self.stop_ids),
-            recent_SK=zeros(torch.int32, RECENT),
-            penalty_S=zeros(torch.float32),
-            seen_SV=zeros(torch.bool, self.seen),
+        idle = Requests(
+            context_S=filled(0, torch.int32),
+            remaining_S=filled(0, torch.int32),
+            anchor_S=filled(0, torch.int64),
+            live_S=filled(0, torch.bool),
+            seed_S=filled(0, torch.int64),
+            temperature_S=filled(0, torch.float32),
+            top_k_S=filled(0, torch.int64),
+            top_p_S=filled(1, torch.float32),
+            min_p_S=filled(0, torch.float32),
+            page_SL=filled(0, torch.int32, self.pages_per_request),
+            logical_SP=filled(-1, torch.int32, self.num_pages),
+            stop_SZ=filled(-1, torch.int64, self.stop_ids),
+            recent_SK=filled(-1, torch.int32, RECENT),
+            penalty_S=filled(1, torch.float32),
+            seen_SV=filled(0, torch.bool, self.seen),
         )
-        requests.top_p_S.fill_(1.0)
-        requests.logical_SP.fill_(-1)
         # An idle lane sees the scratch page, so that its softmax has something finite to sum.
-        requests.logical_SP[:, 0] = 0
-        requests.stop_SZ.fill_(-1)
-        requests.recent_SK.fill_(-1)
-        requests.penalty_S.fill_(1.0)
-        return requests
+        idle.logical_SP[:, 0] = 0
+        return idle
+
+    def host_requests(self, slots: int | None = None) -> Requests:
+        """State of some slots (default: all) on the host, every one idle, to be filled and
+        uploaded; the same buffers for the same number."""
+        count = self.max_requests + 1 if slots is None else slots
+        if count not in self._staging:
+            self._staging[count] = Staging(self._idle(), count, self.device)
+        return self._staging[count].reset()
 
     def clear(self, pages: list[int]) -> None:
         """Zero pages, and scratch, in both pools.
@@ -150,11 +137,13 @@ class Workspace:
                 pool.clear([0, *pages])
 
     def upload(self, host: Requests, slots: list[int]) -> None:
-        """Copy host state over the device's state of these slots, in place; the host does not
-        wait."""
-        index, *moved = moved_to(self.device, [torch.tensor(slots), *host])
+        """Copy host state, as `host_requests` gave it, over the device's of these slots, in place;
+        the host does not wait."""
+        staging = self._staging[len(slots)]
+        assert host is staging.host
+        index_N, moved = staging.send(slots)
         for ours, theirs in zip(self.requests, moved, strict=True):
-            ours.index_copy_(0, index, theirs)
+            ours.index_copy_(0, index_N, theirs)
 
     def assign(self, slots: list[int]) -> Step:
         """The step of as many lanes, its lanes given to these slots."""
@@ -167,13 +156,10 @@ class Workspace:
         self._send(step.room, [rows, average])
 
     def _send(self, buffer: Tensor, values: list[int]) -> None:
-        """Values to a device buffer unless they are there; from pinned memory, so that the host
-        does not wait."""
+        """Values to a device buffer unless they are there; the host does not wait."""
         if self._sent.get(id(buffer)) == values:
             return
-        pinned = buffer.device.type == "cuda"
-        host = torch.tensor(values, dtype=buffer.dtype, pin_memory=pinned)
-        buffer.copy_(host, non_blocking=True)
+        send(torch.tensor(values, dtype=buffer.dtype), buffer)
         self._sent[id(buffer)] = values
 
     def step(self, lanes: int) -> Step:
