@@ -1,10 +1,11 @@
 """The real pair served to closed-loop clients: SmolLM2 with its drafter and predictor, every mode.
 
 `python -m bench.closed_loop --prompts FOLDER` measures what the repository keeps and
-`--grid reduced` a part of it in minutes; `--full` is the paper's whole protocol. Rows go to
-bench/results/closed_loop.json as they are measured, and a cell that is there already, from the
-same commit and device, is not measured again. `--shard 0/4` takes one set of four, for one process
-per GPU. `--tiny` runs toy models on a CPU, to see that it works.
+`--grid reduced` a part of it in minutes; `--full` is the paper's whole protocol. --sets, --modes
+and the like leave some cells of a grid out. Rows go to bench/results/closed_loop.json as they are
+measured, and a cell that is there already, from the same commit and device, is not measured
+again. `--shard 0/4` takes one set of four, for one process per GPU. `--tiny` runs toy models on a
+CPU, to see that it works.
 """
 
 from __future__ import annotations
@@ -36,6 +37,10 @@ from dscale.predictor_files import load_predictor
 from dscale.request import Request
 
 Encode = Callable[[str], list[int]]
+
+SIZES = ("requests", "warmup", "output_cap")
+WHICH = ("sets", "concurrency", "modes", "repetitions", "temperature")
+"""Options that say how large a cell is, and which cells there are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,21 +214,36 @@ def toy(args: argparse.Namespace) -> Pair:
 
 
 def cells_of(args: argparse.Namespace) -> list[Cell]:
-    """The cells that the command line asks for."""
+    """The cells that the command line asks for: of a grid by name those that the other options
+    leave, else a grid of the options' own."""
     if args.tiny:
         cells = grid(
             args.sets or SETS[:2], args.concurrency or (2, 3), args.modes or MODES,
-            repetitions=args.repetitions or 2, requests=args.requests or 5, warmup=2,
-            output_cap=args.output_cap or 12,
+            repetitions=args.repetitions or 2, requests=args.requests or 5,
+            warmup=2 if args.warmup is None else args.warmup,
+            output_cap=args.output_cap or 12, temperature=args.temperature or 0.0,
         )  # fmt: skip
-    elif args.sets or args.concurrency or args.modes or args.requests or args.output_cap:
+    elif args.grid is not None or all(getattr(args, n) is None for n in (*SIZES, *WHICH)):
+        wanted = {
+            "set": args.sets,
+            "concurrency": args.concurrency,
+            "case": args.modes,
+            "temperature": None if args.temperature is None else [args.temperature],
+            "repetition": None if args.repetitions is None else range(args.repetitions),
+        }
+        cells = [
+            cell
+            for cell in GRIDS[args.grid or "committed"]()
+            if all(some is None or getattr(cell, name) in some for name, some in wanted.items())
+        ]
+    else:
         cells = grid(
             args.sets or SETS, args.concurrency or (8, 16, 32), args.modes or MODES,
             repetitions=args.repetitions or 3, requests=args.requests or 128,
-            temperature=args.temperature, warmup=args.warmup, output_cap=args.output_cap or 2048,
+            temperature=args.temperature or 0.0,
+            warmup=WARM_UP if args.warmup is None else args.warmup,
+            output_cap=args.output_cap or 2048,
         )  # fmt: skip
-    else:
-        cells = GRIDS[args.grid]()
     return shard(cells, args.shard)
 
 
@@ -232,16 +252,20 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--prompts", type=Path, help="folder with the sets' prompt files; default: 16 of each set"
     )
-    parser.add_argument("--grid", choices=list(GRIDS), default="committed")
+    parser.add_argument(
+        "--grid", choices=list(GRIDS),
+        help='cells by name ("committed" where nothing else is asked for); --sets, --concurrency, '
+        "--modes, --repetitions and --temperature leave some of them out",
+    )  # fmt: skip
     parser.add_argument("--full", action="store_const", dest="grid", const="full")
     parser.add_argument("--sets", nargs="+", help="sets, manifests or Hub data sets")
     parser.add_argument("--concurrency", nargs="+", type=int)
     parser.add_argument("--modes", nargs="+", choices=list(all_cases()))
     parser.add_argument("--requests", type=int, help="measured ones of a cell")
-    parser.add_argument("--warmup", type=int, default=WARM_UP)
+    parser.add_argument("--warmup", type=int)
     parser.add_argument("--output-cap", type=int)
     parser.add_argument("--repetitions", type=int)
-    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--temperature", type=float)
     parser.add_argument("--shard", default="0/1", help="i/n: this process's part of the sets")
     parser.add_argument("--drafter", type=Path, help="default: the one shipped")
     parser.add_argument("--predictor", type=Path, help="default: the shipped drafter's")
@@ -257,6 +281,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--commit")
     args = parser.parse_args(arguments)
+    sizes = [name for name in SIZES if getattr(args, name) is not None]
+    if args.grid is not None and (sizes or args.tiny):
+        parser.error(f"--grid: expected without --tiny and --requests and the like, got {sizes}")
     if not args.tiny and not torch.cuda.is_available():
         print("no CUDA device: times say nothing but ratios of one run", flush=True)
     return args

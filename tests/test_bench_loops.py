@@ -171,3 +171,31 @@ def test_compiling_does_not_use_up_the_time(
     monkeypatch.setattr(module, "warm_up", slow)
     module.main()
     assert read_rows(tmp_path / "closed_loop.json", LOOP_FIELDS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "number", "requests"),
+    [
+        ([], 302, 128),
+        (["--grid", "reduced"], 216, 64),
+        (["--grid", "reduced", "--repetitions", "1"], 72, 64),
+        (["--grid", "reduced", "--sets", "mbpp", "--modes", "ar", "--concurrency", "8"], 3, 64),
+        (["--grid", "committed", "--temperature", "1"], 72, 128),
+        (["--repetitions", "1", "--modes", "ar"], 12, 128),
+        (["--temperature", "1", "--requests", "7"], 216, 7),
+    ],
+    ids=str,
+)
+def test_no_option_is_ignored(arguments: list[str], number: int, requests: int) -> None:
+    cells = real.cells_of(real.parse(arguments))
+    assert len(cells) == number
+    assert min(cell.requests for cell in cells) == requests
+    if "--temperature" in arguments:
+        assert {cell.temperature for cell in cells} == {1.0}
+
+
+def test_a_grid_by_name_has_its_own_sizes(capsys: pytest.CaptureFixture[str]) -> None:
+    for option in (["--requests", "3"], ["--warmup", "0"], ["--output-cap", "9"], ["--tiny"]):
+        with pytest.raises(SystemExit):
+            real.parse(["--grid", "reduced", *option])
+    assert "--grid: expected without" in capsys.readouterr().err
