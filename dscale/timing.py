@@ -160,8 +160,10 @@ def capture_buckets(
         for kind in kinds
     ]
     wanted = [bucket for bucket in wanted if bucket not in costs.table]
+    if not wanted:
+        return  # as before nearly every step after a prompt: no progress bar is made for nothing
     runner = Runner(workspace, stages, alone)
-    for count, rows in tqdm(wanted, desc="dscale: capture", unit="bucket", disable=not wanted):
+    for count, rows in tqdm(wanted, desc="dscale: capture", unit="bucket"):
         runner.at_context(count, 0)  # Earlier requests' pages may be others' by now.
         for _ in range(CAPTURE_RUNS):
             runner.step(count, rows)
