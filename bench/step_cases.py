@@ -240,7 +240,7 @@ class Rig:
             host.logical_SP[slot, pages] = torch.arange(len(pages), dtype=torch.int32)
             request.slot = slot
             requests.append(request)
-        self.workspace.upload(host, list(range(self.workspace.max_requests + 1)))
+        self.workspace.upload(list(range(self.workspace.max_requests + 1)))
         return requests
 
     def decoding(self, case: Case, policy: Policy | None, stats: Stats) -> Decoding:

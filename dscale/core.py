@@ -185,7 +185,7 @@ class Core:
         for row, request in enumerate(requests):
             write_state(host, row, request)
         self.workspace.clear([page for r in requests for page in r.pages[r.prefilled // PAGE :]])
-        self.workspace.upload(host, [r.slot for r in requests])
+        self.workspace.upload([r.slot for r in requests])
 
     def check(self, request: Request) -> None:
         """Raise ValueError for a request that does not fit by itself into a pool that is fixed, or

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -16,42 +14,50 @@ ALIGNMENT = 16
 
 
 class Staging:
-    """State of some slots on the host, a row of bytes each, and its way to the device in one copy.
+    """State of up to `size` slots on the host, a row of bytes each, and its way to the device in
+    one copy.
 
     Neither side is allocated or cut up for every request anew: that took the host longer than a
     step takes a small model."""
 
-    def __init__(self, idle: Requests, count: int, device: torch.device) -> None:
+    def __init__(self, idle: Requests, size: int, device: torch.device) -> None:
         """`idle`: the state of one idle slot, `[1, ...]` each."""
-        fields = [torch.zeros(1, dtype=torch.int64), *idle]
-        self._widths = [-(-x.nbytes // ALIGNMENT) * ALIGNMENT for x in fields]
+        self._fields = [torch.zeros(1, dtype=torch.int64), *idle]
+        self._widths = [-(-x.nbytes // ALIGNMENT) * ALIGNMENT for x in self._fields]
         self._idle = torch.zeros(1, sum(self._widths), dtype=torch.uint8)
-        for ours, theirs in zip(self._cut(self._idle, fields), fields, strict=True):
+        for ours, theirs in zip(self._cut(self._idle), self._fields, strict=True):
             ours.copy_(theirs)
-        self._host = self._idle.repeat(count, 1)
+        self._host = self._idle.repeat(size, 1)
         self._device = self._host.to(device, copy=True)
-        self._slot_N, *host = self._cut(self._host, fields)
-        self._index_N, *moved = self._cut(self._device, fields)
-        self.host, self.moved = Requests(*host), Requests(*moved)
+        self._views: dict[int, tuple[Tensor, Requests, Tensor, Requests]] = {}
 
-    def _cut(self, rows: Tensor, fields: Sequence[Tensor]) -> list[Tensor]:
+    def _cut(self, rows: Tensor) -> list[Tensor]:
         """The fields of rows of bytes."""
         return [
             part[:, : x.nbytes].view(x.dtype).view(len(rows), *x.shape[1:])
-            for part, x in zip(torch.split(rows, self._widths, 1), fields, strict=True)
+            for part, x in zip(torch.split(rows, self._widths, 1), self._fields, strict=True)
         ]
 
-    def reset(self) -> Requests:
-        """Every row idle again; to be written to."""
-        self._host.copy_(self._idle)
-        return self.host
+    def _of(self, count: int) -> tuple[Tensor, Requests, Tensor, Requests]:
+        """Slots and state of the first `count` rows, on the host and on the device."""
+        if count not in self._views:
+            slot_N, *host = self._cut(self._host[:count])
+            index_N, *moved = self._cut(self._device[:count])
+            self._views[count] = slot_N, Requests(*host), index_N, Requests(*moved)
+        return self._views[count]
+
+    def reset(self, count: int) -> Requests:
+        """The first `count` rows, idle again; to be written to."""
+        self._host[:count].copy_(self._idle)
+        return self._of(count)[1]
 
     def send(self, slots: list[int]) -> tuple[Tensor, Requests]:
-        """Slots and state on the device, for which the host does not wait; overwritten when the
-        next are sent."""
-        self._slot_N.copy_(torch.tensor(slots))
-        send(self._host, self._device)
-        return self._index_N, self.moved
+        """As many rows on the device, for which the host does not wait, and their slots;
+        overwritten when the next are sent."""
+        slot_N, _, index_N, moved = self._of(len(slots))
+        slot_N.copy_(torch.tensor(slots))
+        send(self._host[: len(slots)], self._device[: len(slots)])
+        return index_N, moved
 
 
 def write_state(host: Requests, row: int, request: Request) -> None:

@@ -110,7 +110,7 @@ class Runner:
             page = torch.arange(1 + row * pages, 1 + (row + 1) * pages)
             host.page_SL[row, :pages] = page.int()
             host.logical_SP[row, page] = torch.arange(pages, dtype=torch.int32)
-        w.upload(host, slots)
+        w.upload(slots)
         return pages * PAGE
 
     def milliseconds(self, lanes: int, rows: int | None) -> float:

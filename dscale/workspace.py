@@ -123,9 +123,14 @@ class Workspace:
         """State of some slots (default: all) on the host, every one idle, to be filled and
         uploaded; the same buffers for the same number."""
         count = self.max_requests + 1 if slots is None else slots
-        if count not in self._staging:
-            self._staging[count] = Staging(self._idle(), count, self.device)
-        return self._staging[count].reset()
+        return self._staged(count).reset(count)
+
+    def _staged(self, count: int) -> Staging:
+        """Buffers for so many slots, powers of two: rows are as long as the pool has pages."""
+        size = 1 << (count - 1).bit_length()
+        if size not in self._staging:
+            self._staging[size] = Staging(self._idle(), size, self.device)
+        return self._staging[size]
 
     def clear(self, pages: list[int]) -> None:
         """Zero pages, and scratch, in both pools.
@@ -136,12 +141,10 @@ class Workspace:
             if pool is not None:
                 pool.clear([0, *pages])
 
-    def upload(self, host: Requests, slots: list[int]) -> None:
-        """Copy host state, as `host_requests` gave it, over the device's of these slots, in place;
-        the host does not wait."""
-        staging = self._staging[len(slots)]
-        assert host is staging.host
-        index_N, moved = staging.send(slots)
+    def upload(self, slots: list[int]) -> None:
+        """Copy what `host_requests` gave for as many slots over the device's state of these, in
+        place; the host does not wait."""
+        index_N, moved = self._staged(len(slots)).send(slots)
         for ours, theirs in zip(self.requests, moved, strict=True):
             ours.index_copy_(0, index_N, theirs)
 

@@ -99,18 +99,19 @@ def test_garbage_in_every_page_changes_nothing(
     uploads: list[float] = []
     candidates: list[list[list[int]]] = []
     monkeypatch.setattr(Core, "flex", property(lambda self: flex))
-    upload: Callable[[Workspace, Requests, list[int]], None] = Workspace.upload
+    upload: Callable[[Workspace, list[int]], None] = Workspace.upload
 
     def soil(scale: float) -> None:
         """Fill the pools, pages in use too, just before a call uses them."""
 
-        def patched(self: Workspace, host: Requests, slots: list[int]) -> None:
-            check_tables(host, len(INPUTS["input_ids"]))
+        def patched(self: Workspace, slots: list[int]) -> None:
+            upload(self, slots)
+            placed = Requests(*(x[slots] for x in self.requests))
+            check_tables(placed, len(INPUTS["input_ids"]))
             uploads.append(scale)
             for pool in (self.pool, self.draft_pool):
                 for buffer in pool.buffers() if pool is not None else ():
                     buffer.copy_(scale * torch.randn(buffer.shape))
-            upload(self, host, slots)
 
         monkeypatch.setattr(Workspace, "upload", patched)
 

@@ -21,12 +21,12 @@ def idle() -> Requests:
 
 
 def test_what_is_written_arrives_and_is_idle_after_a_reset() -> None:
-    staging = Staging(idle(), 2, torch.device("cpu"))
+    staging = Staging(idle(), 4, torch.device("cpu"))
     request = Request(
         prompt=[2, 5], max_new_tokens=11, seed=-7, temperature=0.5, top_k=3, stop_ids=(4, 6),
         repetition_penalty=1.5, pages=[3, 8],
     )  # fmt: skip
-    write_state(staging.reset(), 1, request)
+    write_state(staging.reset(2), 1, request)
     slots, moved = staging.send([6, 2])
     assert slots.tolist() == [6, 2]
     for name, came, went in zip(Requests._fields, moved, idle(), strict=True):
@@ -39,8 +39,9 @@ def test_what_is_written_arrives_and_is_idle_after_a_reset() -> None:
     assert moved.logical_SP[1].tolist() == [-1, -1, -1, 0, -1, -1, -1, -1, 1]
     assert moved.seen_SV[1].tolist() == [True] * 7
 
-    staging.reset()
+    staging.reset(2)
     assert moved.stop_SZ[1].tolist() == [4, 6, 1], "what was sent stays as it was"
     _, moved = staging.send([0, 1])
     for came, want in zip(moved, idle(), strict=True):
+        assert len(came) == 2
         assert torch.equal(came[1:], want)
