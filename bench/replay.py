@@ -161,7 +161,7 @@ class Replay:
     def _give_first(self) -> list[Request]:
         """First tokens of the prompts that ended in this round; returns requests that end so."""
         (done, ended, end), self._first = self._first, ((), (), 0.0)
-        self.host = max(self.host, end)
+        self.host = max(self.host, end) if done else self.host
         for request in done:
             self._give(request, 1)
         for request in ended:

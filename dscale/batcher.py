@@ -14,6 +14,8 @@ from weakref import ref
 
 import torch
 
+from dscale.choosers import chooser_of
+from dscale.compiled.sampling import Chooser
 from dscale.core import Core
 from dscale.decode import Decoding, Launch
 from dscale.prefill import next_lengths
@@ -22,6 +24,7 @@ from dscale.request import FinishReason, Request, finish_reason
 from dscale.results import FirstTokens
 from dscale.sizing import explained
 from dscale.weights import Weights
+from dscale.workspace import bucket_of
 
 
 @dataclass(slots=True)
@@ -44,6 +47,8 @@ class Batcher:
     _decoding: Decoding | None = None
     _pending: tuple[Decoding, Launch] | None = None
     _first: list[FirstTokens] = field(default_factory=list)
+    _handing: float = 0.0
+    _started: set[tuple[Chooser, int]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         core = self.core
@@ -81,10 +86,10 @@ class Batcher:
             return
         if request in self.waiting:
             self.waiting.remove(request)
+        self._end(request, reason)
         for group in (self.filling, self.live):
             if request in group:
                 group.remove(request)
-        self._end(request, reason)
 
     def stop(self, request: Request, length: int) -> None:
         """End a request as stopped after its first `length` tokens; others were in vain."""
@@ -112,14 +117,17 @@ class Batcher:
         self._admit()
         began = time.perf_counter()
         self._fill()
-        filled, stats = time.perf_counter(), self.core.stats
-        stats.prefill_seconds += filled - began
-        waited = stats.prefill_seconds
+        filled, self._handing = time.perf_counter(), 0.0
         self._decode()
-        stats.decode_seconds += time.perf_counter() - filled - (stats.prefill_seconds - waited)
+        decoded = time.perf_counter()
+        # The counters are not read: whoever waited for a request may be setting them to zero.
+        self.core.stats.prefill_seconds += filled - began + self._handing
+        self.core.stats.decode_seconds += decoded - filled - self._handing
 
     def warm_up(self, requests: list[Request]) -> None:
         """See `Engine.warm_up`."""
+        while self._pending and not (self.waiting or self.filling or self.live):
+            self.round()  # the late step of requests that have ended
         if self.busy:
             raise ValueError("warm_up: expected no request to be running")
         self.core.serving, self._decoding = True, None
@@ -200,7 +208,7 @@ class Batcher:
 
     def _reset(self) -> None:
         workspace = self.core.workspace
-        self._decoding = None
+        self._decoding, self._started = None, set()
         self.pages.reset(workspace.num_pages if workspace is not None else 1)
         most = 0 if workspace is None else workspace.max_requests
         self._slots = list(range(min(most, self.core.config.concurrency)))
@@ -237,6 +245,7 @@ class Batcher:
     def _give_first(self) -> None:
         """Hand out first tokens. On a GPU after the next step has been started, so that it does
         not run out of work; a request that its first token ends is a dead lane there."""
+        began = time.perf_counter()
         while self._first:
             first = self._first.pop()
             ended = first.finish()
@@ -244,10 +253,16 @@ class Batcher:
                 if request.error is None and not request.finished:
                     self.pages.share(request, request.prompt)
             for request in ended:
-                self.live.remove(request)
                 self._end(request, finish_reason(request))
+                self.live.remove(request)
+        self._handing += time.perf_counter() - began
 
     def _decode(self) -> None:
+        if self._first:
+            step = chooser_of(self.live), bucket_of(len(self.live))
+            if step not in self._started:
+                self._started.add(step)
+                self._give_first()  # a step that may have to be compiled is not waited for
         launched: tuple[Decoding, Launch] | None = None
         # One token is all some want, and have already.
         live = [r for r in self.live if r.guide is None and r.max_new_tokens > 1]
@@ -263,15 +278,13 @@ class Batcher:
         if launched is not None:
             decoding, launch = launched
             ended += decoding.finish(launch)
-        began = time.perf_counter()
         self._give_first()
-        self.core.stats.prefill_seconds += time.perf_counter() - began
         guided = [r for r in self.live if r.guide is not None]
         if guided:
             ended += self.core.guided_step(guided)
         for request in ended:
-            self.live.remove(request)
             self._end(request, finish_reason(request))
+            self.live.remove(request)
 
     def _end(self, request: Request, reason: FinishReason) -> None:
         """Give slot and pages back. A step under way may still write there; what is placed next

@@ -169,7 +169,7 @@ class Core:
     def warm_up(self, requests: list[Request]) -> None:
         """Make room for these requests, and compile and capture what they may need."""
         chooser = chooser_of(requests)
-        self.make_room(requests)
+        self.make_room(requests).clear([])  # compiles the kernel
         self._warmed.add(chooser)
         self.prepare(requests)
         if self.captured:

@@ -100,7 +100,8 @@ class Decoding:
         """Hand out a step's tokens; returns the requests that end with it."""
         result_NX = launch.results.read()[: len(launch.live)]
         count_N = result_NX[:, COUNT]
-        self.stats.steps += bool(count_N.any())
+        taking = zip(launch.live, count_N.tolist(), strict=True)
+        self.stats.steps += any(count and not request.finished for request, count in taking)
         if launch.choice is not None and launch.choice.draft:
             self._learn(launch.live, result_NX)
         ended = []

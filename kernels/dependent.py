@@ -10,15 +10,21 @@ from functools import cache
 import torch
 import triton
 
-HOPPER = 9
-"""The capability (major) that knows it first."""
+CAPABILITY = 9
+"""The capability (major) it was measured on; others launch kernels one after the other."""
 
 
 def starts_early(device: torch.device) -> bool:
-    """Whether kernels on a device may be launched so; not under Triton's interpreter."""
-    if device.type != "cuda" or triton.knobs.runtime.interpret:
+    """Whether kernels on a device are launched so; not under Triton's interpreter."""
+    if device.type != "cuda" or torch.version.hip or triton.knobs.runtime.interpret:
         return False
-    return _major(torch.cuda.current_device() if device.index is None else device.index) >= HOPPER
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return _major(index) == CAPABILITY
+
+
+def launch_options(early: bool) -> dict[str, bool]:
+    """What a launch says for it; nothing otherwise, as not every backend knows the word."""
+    return {"launch_pdl": True} if early else {}
 
 
 @cache

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from dscale.kernels.dependent import starts_early
+from dscale.kernels.dependent import launch_options, starts_early
 from dscale.kernels.linear_plans import Plan, plan
 
 
@@ -57,7 +57,7 @@ def split_linear(
         early,
         num_warps=plan.warps,
         num_stages=plan.stages,
-        launch_pdl=early,
+        **launch_options(early),
     )
     return out
 

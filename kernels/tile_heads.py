@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dscale.kernels.dependent import starts_early
+from dscale.kernels.dependent import launch_options, starts_early
 
 
 def tile_heads(
@@ -52,7 +52,7 @@ def tile_heads(
         normed,
         early,
         num_warps=4,
-        launch_pdl=early,
+        **launch_options(early),
     )
     return tile, key
 

@@ -152,6 +152,23 @@ def test_a_replay_waits_for_the_later_of_host_and_gpu() -> None:
         times.of_step(2, None)
 
 
+def test_a_replay_does_not_wait_for_a_chunk_that_ends_no_prompt() -> None:
+    """Nothing of it is read: the host launches it behind the other request's step and goes on."""
+    draws = draw(SETTINGS["paper"], 16, 3)
+    table: dict[tuple[int, int | None], Cost] = {(n, None): Cost(2.0) for n in (1, 2)}
+    prefill, alone = [(1, 3.0), (512, 3.0)], [(1, 2.0), (512, 2.0)]
+    times = Times(MeasuredCosts(table), prefill, alone, 0.5, 0.1)
+    loop = Replay(CASES["ar"], times, *draws, padded=False)
+    loop._submit([Request(prompt=[0] * 4, max_new_tokens=200)])
+    for _ in range(4):
+        loop._round()
+    loop._submit([Request(prompt=[0] * 2048, max_new_tokens=5)])
+    before, busy = loop.stats.prefill_seconds, loop.gpu
+    loop._round()
+    assert 1e3 * (loop.stats.prefill_seconds - before) == pytest.approx(1.0)
+    assert loop.host <= busy + times.finish
+
+
 def test_a_larger_bucket_stands_in() -> None:
     table = {(2, 4): Cost(1.0), (2, 8): Cost(2.0), (2, 0): Cost(0.5), (4, 12): Cost(9.0)}
     times = flat_times({**table})

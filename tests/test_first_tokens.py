@@ -13,8 +13,10 @@ from tiny import VOCAB, prompt, tiny_drafter, tiny_model
 import dscale
 import dscale.compiled.attention
 from dscale.batcher import Batcher
+from dscale.compiled.kv import KVPool
 from dscale.core import Core
 from dscale.decode import Decoding, Launch
+from dscale.prefix import PagePool
 from dscale.request import Request
 from dscale.results import FirstTokens
 
@@ -68,6 +70,15 @@ def to_end(batcher: Batcher) -> None:
     raise AssertionError("the batcher never came to an end")
 
 
+def started(batcher: Batcher, order: list[str]) -> None:
+    """Let four requests run and one, so that theirs are no bucket's first step any more."""
+    for count in (4, 1):
+        batcher.add([Request(prompt=prompt(9), max_new_tokens=4) for _ in range(count)])
+        to_end(batcher)
+    batcher.core.stats.reset()
+    order.clear()
+
+
 def all_free(batcher: Batcher) -> bool:
     return (batcher.num_free_pages, batcher.num_free_slots) == (PAGES, 4)
 
@@ -79,6 +90,7 @@ def test_the_next_step_starts_first(
     batcher = batcher_of(mode, tmp_path, tiny_model())
     items = [Request(prompt=prompt(n), max_new_tokens=20) for n in (9, 130, 3, 40, 17)]
     with torch.no_grad():
+        started(batcher, late)
         batcher.add(items)
         to_end(batcher)
     assert late[:3] == ["step 4", "first 4", "step 4"]
@@ -137,21 +149,95 @@ def test_a_step_that_breaks_takes_new_requests_with_it(
 ) -> None:
     """Those too whose first token was under way and who wanted no other."""
     batcher = batcher_of("ar", tmp_path, tiny_model())
-    items = [Request(prompt=prompt(n), max_new_tokens=m) for n, m in ((9, 1), (3, 12))]
+    items = [Request(prompt=prompt(n), max_new_tokens=m) for n, m in ((9, 1), (3, 12), (5, 12))]
     working = Core.decoding
 
     def broken(*arguments: Any) -> Any:
         monkeypatch.setattr(Core, "decoding", working)
         raise RuntimeError("broken")
 
-    monkeypatch.setattr(Core, "decoding", broken)
     after = Request(prompt=prompt(17), max_new_tokens=12)
     with torch.no_grad():
+        started(batcher, late)
+        monkeypatch.setattr(Core, "decoding", broken)
         batcher.add(items)
         with pytest.raises(RuntimeError) as raised:
             batcher.round()
         batcher.fail(raised.value)
         batcher.add([after])
         to_end(batcher)
-    assert [r.finish_reason for r in items] == ["error", "error"]
+    assert [r.finish_reason for r in items] == ["error"] * 3
     assert after.tokens == references.text(17)[:12]
+
+
+def test_a_step_that_may_be_compiled_is_not_waited_for(late: list[str], tmp_path: Path) -> None:
+    batcher = batcher_of("ar", tmp_path, tiny_model())
+    with torch.no_grad():
+        for count, order in ((2, ["first 2", "step 2"]), (2, ["step 2", "first 2"])):
+            late.clear()
+            batcher.add([Request(prompt=prompt(9), max_new_tokens=3) for _ in range(count)])
+            batcher.round()
+            assert late == order
+            to_end(batcher)
+
+
+def test_counters_may_be_reset_under_a_late_step(
+    late: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A caller has its tokens already when the last late step is read."""
+    batcher = batcher_of("ar", tmp_path, tiny_model())
+    stats, finish = batcher.core.stats, Decoding.finish
+    request = Request(prompt=prompt(17), max_new_tokens=4)
+
+    def finished(self: Decoding, launch: Launch) -> list[Request]:
+        if request.finished:
+            stats.reset()
+        return finish(self, launch)
+
+    monkeypatch.setattr(Decoding, "finish", finished)
+    stats.prefill_seconds = 1000.0
+    with torch.no_grad():
+        batcher.add([request])
+        to_end(batcher)
+    assert 0 <= stats.decode_seconds < 100
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_warm_up_needs_no_wait_for_a_late_step(
+    stopped: bool, late: list[str], references: References, tmp_path: Path
+) -> None:
+    """`stopped`: by its first token. The kernel that clears pages is warm then, too."""
+    batcher = batcher_of("ar", tmp_path, tiny_model())
+    stop = (references.text(40)[0],) if stopped else ()
+    request, cleared = Request(prompt=prompt(40), max_new_tokens=3, stop_ids=stop), []
+    with torch.no_grad():
+        started(batcher, late)
+        batcher.add([request])
+        while not request.finished:
+            batcher.round()
+        assert batcher.busy
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(KVPool, "clear", lambda pool, pages: cleared.append(pages))
+            batcher.warm_up([Request(prompt=prompt(9), max_new_tokens=4)])
+    assert cleared == [[0]]
+
+
+def test_a_request_whose_end_raises_ends(
+    late: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batcher = batcher_of("ar", tmp_path, tiny_model())
+    request, share, calls = Request(prompt=prompt(9), max_new_tokens=1), PagePool.share, []
+
+    def broken(self: PagePool, request: Request, text: list[int]) -> None:
+        calls.append(len(text))
+        if len(calls) == 2:
+            raise MemoryError("share")
+        share(self, request, text)
+
+    monkeypatch.setattr(PagePool, "share", broken)
+    with torch.no_grad():
+        batcher.add([request])
+        with pytest.raises(MemoryError) as raised:
+            batcher.round()
+        batcher.fail(raised.value)
+    assert request.finish_reason == "error"

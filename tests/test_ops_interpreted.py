@@ -117,3 +117,24 @@ def test_kernels_compile_for_an_h200(name: str, monkeypatch: pytest.MonkeyPatch)
         getattr(module, LAUNCHERS.get(name, name))(*arguments(name, lanes, dtype))
     assert kernels
     assert {k: len(stand.names) for k, stand in stands.items()} == dict.fromkeys(kernels, 2)
+
+
+@pytest.mark.parametrize(
+    ("device", "major", "hip", "early"),
+    [
+        ("cuda:0", 9, None, True),
+        ("cuda:0", 8, None, False),
+        ("cuda:0", 12, None, False),
+        ("cuda:0", 9, "6.4", False),  # an MI300 says 9, too
+        ("cpu", 9, None, False),
+    ],
+)
+def test_kernels_start_early_on_hopper_alone(
+    device: str, major: int, hip: str | None, early: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dscale.kernels import dependent
+
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(dependent, "_major", lambda index: major)
+    assert dependent.starts_early(torch.device(device)) == early
+    assert dependent.launch_options(early) == ({"launch_pdl": True} if early else {})
