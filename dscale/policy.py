@@ -15,6 +15,7 @@ from dscale.compiled.attention import VERIFY_TILE
 
 MULTIPLES = (2, 3, 4, 6, 8, 12, 16)
 """Rows per lane a drafted step may have: each is a captured bucket."""
+MULTIPLE_M = np.array(MULTIPLES)
 
 Floats = NDArray[np.float32]
 
@@ -139,14 +140,12 @@ class AutoBudget:
 
     def _best(self, lanes: int, live: int, candidates: int, context: int) -> tuple[Choice, float]:
         """The drafted choice with the most expected progress per millisecond, and how much."""
-        rates, gain_C = [], self._gain[: candidates + 1]
-        for multiple in MULTIPLES:
-            each = (multiple * lanes - live) / live
-            gain = float(np.interp(each, np.arange(candidates + 1), gain_C))
-            progress = live * (1 + self.calibration * gain)
-            rates.append(progress / self.costs.of(lanes, multiple * lanes).at(context))
-        best = int(np.argmax(rates))
-        return Choice(MULTIPLES[best] * lanes, VERIFY_TILE), rates[best]
+        each = (MULTIPLE_M * lanes - live) / live
+        gain_M = np.interp(each, np.arange(candidates + 1), self._gain[: candidates + 1])
+        progress_M = live * (1 + self.calibration * gain_M)
+        rate_M = progress_M / [self.costs.of(lanes, m * lanes).at(context) for m in MULTIPLES]
+        best = int(rate_M.argmax())
+        return Choice(MULTIPLES[best] * lanes, VERIFY_TILE), float(rate_M[best])
 
     def observe(self, score_NC: Floats, length_N: Floats, accepted_N: Floats) -> None:
         """Update the gain of 0 to C more rows per request, and the ratio."""
