@@ -57,7 +57,7 @@ AGREE = 0.03
 def main() -> None:
     args = parse()
     args.out.mkdir(parents=True, exist_ok=True)
-    attempts = Attempts(args.seconds)
+    attempts, wrong = Attempts(args.seconds), []
     for name in args.models:
         if "loops" in args.parts:
             with torch.no_grad():
@@ -65,8 +65,10 @@ def main() -> None:
             gc.collect()
             torch._dynamo.reset()
         if "replay" in args.parts:
-            replay_all(SHAPES[name].name, args)
+            wrong += replay_all(SHAPES[name].name, args)
     attempts.end()
+    if wrong and not args.tiny:
+        raise SystemExit(f"replay and loops differ by more than {AGREE:.0%}: {wrong}")
 
 
 def loops(name: str, args: argparse.Namespace, attempts: Attempts) -> None:
@@ -144,8 +146,9 @@ def measure(engine: SwitchedEngine, cell: Cell, drawn: tuple[Tensor, Tensor], vo
     return row_of(cell) | figures(served, engine.stats, engine.batcher.intervals, cell.output_cap)
 
 
-def replay_all(model: str, args: argparse.Namespace) -> None:
-    """Replay the sweep of a model from its times; compare where loops were measured."""
+def replay_all(model: str, args: argparse.Namespace) -> list[str]:
+    """Replay the sweep of a model from its times; returns the loops that were measured and differ
+    by too much."""
     measured = read_rows(args.out / "closed_loop.json", LOOP_FIELDS)
     measured = [r for r in measured if (r["model"], r["source"]) == (model, "measured")]
     here = [r for r in measured if r["acceptance"] == "simulated" and r["set"] == args.set]
@@ -156,20 +159,34 @@ def replay_all(model: str, args: argparse.Namespace) -> None:
         file.put(found | {"replay_error": round(error, 4)})
         what = f"{row['trace']} c={row['concurrency']} T={row['temperature']:g} {name_of(row)}"
         tqdm.write(f"{what}: {error:+.2%}")
-        wrong += [what] if abs(error) > AGREE else []
+        wrong += [f"{model} {what}"] if abs(error) > AGREE else []
     sweep = [
         (trace, cell)
         for trace, temperature in itertools.product(args.traces, args.temperature)
         for cell in grid(
-            [args.set], args.sweep, [m for m in REPLAYED if m in args.modes],
+            [args.set], args.sweep, timed_modes(model, temperature, args),
             repetitions=args.replays, requests=args.replayed_requests, temperature=temperature,
             output_cap=max(new for _, new in lengths(args.set, 1000)),
         )
     ]  # fmt: skip
     for trace, cell in tqdm(sweep, desc="replay"):
         file.put(replay(model, cell, trace, args))
-    if wrong and not args.tiny:
-        raise SystemExit(f"replay and loops differ by more than {AGREE:.0%}: {wrong}")
+    return wrong
+
+
+def timed_modes(model: str, temperature: float, args: argparse.Namespace) -> list[str]:
+    """The modes to replay; says which of them have no times. Raises ValueError where none has."""
+    found, refused = [], None
+    for name in (m for m in REPLAYED if m in args.modes):
+        try:
+            cached_times(args.out, model, all_cases()[name], temperature > 0)
+            found.append(name)
+        except ValueError as error:
+            refused = error
+            print(f"{name} is left out. {error}", flush=True)
+    if not found and refused is not None:
+        raise refused
+    return found
 
 
 def replay(model: str, cell: Cell, trace: str, args: argparse.Namespace) -> Row:

@@ -61,7 +61,9 @@ def written(path: Path, rows: object) -> Path:
     return path
 
 
-def test_simulated_loops_and_their_replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_simulated_loops_and_their_replay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     arguments = ["x", "--tiny", "--modes", "dflash", "dscale-half", "--traces", "six"]
     arguments += ["--temperature", "0", "1", "--out", str(tmp_path), "--commit", "one"]
     monkeypatch.setattr(sys, "argv", arguments)
@@ -81,6 +83,15 @@ def test_simulated_loops_and_their_replay(tmp_path: Path, monkeypatch: pytest.Mo
     assert swept == {(2, 0.0), (2, 1.0), (3, 0.0), (3, 1.0)}
     with pytest.raises(ValueError, match=r"expected rows of .*'ar'.*, got none"):
         read_times(tmp_path, "toy shape", CASES["ar"])
+
+    for modes, timed in ((["ar", "dflash"], ["dflash"]), (["ar"], None)):
+        args = simulated.parse(["--tiny", "--out", str(tmp_path), "--modes", *modes])
+        if timed is None:
+            with pytest.raises(ValueError, match="got none"):
+                simulated.timed_modes("toy shape", 0.0, args)
+        else:
+            assert simulated.timed_modes("toy shape", 0.0, args) == timed
+        assert "ar is left out" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
