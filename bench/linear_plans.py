@@ -187,7 +187,7 @@ def main() -> None:
     device = torch.device("cpu" if args.tiny else "cuda:0")
     base = environment(args.commit) | {"capability": "", "processors": 0}
     if not args.tiny:
-        base["capability"], base["processors"] = device_kind(0)
+        base["capability"], base["processors"] = device_kind(device)
     file = ResultFile(args.out, KEYS, base)
     cases = [
         (rows, columns, inner)

@@ -170,7 +170,8 @@ class Replay:
         return ended
 
     def _decode(self) -> list[Request]:
-        under = self._launch() if any(r.max_new_tokens > 1 for r in self._live) else None
+        live = [r for r in self._live if r.max_new_tokens > 1]
+        under = self._launch(live) if live else None
         if self.late:
             under, self._pending = self._pending, under
         ended = self._finish(under) if under is not None else []
@@ -179,8 +180,7 @@ class Replay:
         self.stats.prefill_seconds += (self.host - waited) / 1e3
         return ended
 
-    def _launch(self) -> Under:
-        live = [r for r in self._live if r.max_new_tokens > 1]
+    def _launch(self, live: list[Request]) -> Under:
         count = len(live)
         lanes = bucket_of(count) if self.padded else count
         choice = self._choose(lanes, live)

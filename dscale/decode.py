@@ -99,13 +99,13 @@ class Decoding:
     def finish(self, launch: Launch) -> list[Request]:
         """Hand out a step's tokens; returns the requests that end with it."""
         result_NX = launch.results.read()[: len(launch.live)]
-        count_N = result_NX[:, COUNT]
-        taking = zip(launch.live, count_N.tolist(), strict=True)
+        counts = result_NX[:, COUNT].tolist()
+        taking = zip(launch.live, counts, strict=True)
         self.stats.steps += any(count and not request.finished for request, count in taking)
         if launch.choice is not None and launch.choice.draft:
             self._learn(launch.live, result_NX)
         ended = []
-        for request, row, count in zip(launch.live, result_NX, count_N.tolist(), strict=True):
+        for request, row, count in zip(launch.live, result_NX, counts, strict=True):
             if request.finished or not (count or row[FAILED]):
                 continue  # its late step, or cancelled meanwhile
             if row[FAILED]:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dscale.compiled.attention import PREFILL_TILE, Rows
@@ -74,7 +75,9 @@ def packed_chunk(requests: list[Request], lengths: list[int], target_row: Tensor
     taken = list(zip(requests, lengths, strict=True))
     rows = Rows(
         position_R=position_R,
-        slot_R=torch.cat([_slots(r, r.prefilled, n) for r, n in taken]),
+        slot_R=torch.from_numpy(
+            np.concatenate([_slots(r, np.arange(r.prefilled, r.prefilled + n)) for r, n in taken])
+        ),
         lane_R=lane_R,
         tile_row_R=tile_row_R,
         row_NT=torch.minimum(row_NT, end_N[:, None] - 1),
@@ -92,10 +95,9 @@ def packed_chunk(requests: list[Request], lengths: list[int], target_row: Tensor
     )
 
 
-def _slots(request: Request, start: int, length: int) -> Tensor:
+def _slots(request: Request, position: NDArray[np.int64]) -> NDArray[np.int64]:
     """Pool slots of a request's positions."""
-    position = torch.arange(start, start + length)
-    return torch.tensor(request.pages)[position // PAGE] * PAGE + position % PAGE
+    return np.array(request.pages)[position // PAGE] * PAGE + position % PAGE
 
 
 class ChunkBuffers:
@@ -142,8 +144,7 @@ class ChunkBuffers:
             at = np.arange(start, start + tiles * PREFILL_TILE)
             position[row : row + len(at)] = at
             token[row : row + length] = request.prompt[start : start + length]
-            own = at[:length]
-            slot[row : row + length] = np.array(request.pages)[own // PAGE] * PAGE + own % PAGE
+            slot[row : row + length] = _slots(request, at[:length])
             slot_X[first : first + tiles] = request.slot
             start_X[first : first + tiles] = at[::PREFILL_TILE]
             last_N[lane] = row + length - 1

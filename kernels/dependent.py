@@ -5,28 +5,22 @@ write or read; every program of it does, so whoever waits for it has waited for 
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 import triton
 
-CAPABILITY = 9
-"""The capability (major) it was measured on; others launch kernels one after the other."""
+from dscale.kernels.linear_plans import device_kind
+
+CAPABILITY = "9.0"
+"""The capability it was measured on; others launch kernels one after the other."""
 
 
 def starts_early(device: torch.device) -> bool:
     """Whether kernels on a device are launched so; not under Triton's interpreter."""
     if device.type != "cuda" or torch.version.hip or triton.knobs.runtime.interpret:
         return False
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return _major(index) == CAPABILITY
+    return device_kind(device)[0] == CAPABILITY
 
 
 def launch_options(early: bool) -> dict[str, bool]:
     """What a launch says for it; nothing otherwise, as not every backend knows the word."""
     return {"launch_pdl": True} if early else {}
-
-
-@cache
-def _major(index: int) -> int:
-    return torch.cuda.get_device_capability(index)[0]

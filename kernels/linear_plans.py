@@ -52,9 +52,13 @@ def table(capability: str, processors: int) -> dict[tuple[int, int], dict[int, P
     return found
 
 
-@cache
-def device_kind(index: int) -> tuple[str, int]:
+def device_kind(device: torch.device) -> tuple[str, int]:
     """Capability and multiprocessors of a GPU, as the table knows them."""
+    return _kind(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@cache
+def _kind(index: int) -> tuple[str, int]:
     properties = torch.cuda.get_device_properties(index)
     return f"{properties.major}.{properties.minor}", properties.multi_processor_count
 
@@ -64,8 +68,7 @@ def plans_for(weight: Tensor) -> dict[int, Plan | None]:
     the table."""
     if weight.dtype != torch.bfloat16 or weight.device.type != "cuda":
         return {}
-    index = weight.device.index
-    of_device = table(*device_kind(torch.cuda.current_device() if index is None else index))
+    of_device = table(*device_kind(weight.device))
     return of_device.get((weight.shape[0], weight.shape[1]), {})
 
 

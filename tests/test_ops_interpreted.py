@@ -135,6 +135,6 @@ def test_kernels_start_early_on_hopper_alone(
     from dscale.kernels import dependent
 
     monkeypatch.setattr(torch.version, "hip", hip)
-    monkeypatch.setattr(dependent, "_major", lambda index: major)
+    monkeypatch.setattr(dependent, "device_kind", lambda device: (f"{major}.0", 132))
     assert dependent.starts_early(torch.device(device)) == early
     assert dependent.launch_options(early) == ({"launch_pdl": True} if early else {})
