@@ -20,9 +20,10 @@ from torch import Tensor, nn
 
 from dscale.compiled.attention import Rows, Tile, Visibility, attend, visibility
 from dscale.compiled.kv import KVPool, Paging, write
+from dscale.compiled.layer import PROJECTIONS
 from dscale.compiled.layers import add, rotary_table, swiglu
 from dscale.compiled.packed import is_split, linear, pack
-from dscale.compiled.target import PROJECTIONS, Target
+from dscale.compiled.target import Target
 from dscale.kernels.ops import tile_heads
 from dscale.kernels.reference_heads import rms_norm, rotate
 
@@ -175,7 +176,7 @@ class Drafter(nn.Module):
         out = attend(q_NXQE, cache, rows, paging, tile, seen)
         x = add(x, linear(out, w.o, None, aid("o")))
         normed = rms_norm(x, w.post_norm, c.rms_eps)
-        return add(x, swiglu(normed, w.gate_up, None, w.down, None, w.aids))
+        return add(x, swiglu(normed, w.gate_up, None, w.down, None, aid("gate_up"), aid("down")))
 
     def pack(self) -> None:
         """Keep a copy of the layers' projections in oneDNN's blocked layout (CPU only)."""
