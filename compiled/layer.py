@@ -1,4 +1,4 @@
-"""A target layer as a function of its weights, and the operator that stands for it in a stage.
+"""A decoder layer as a function of its weights, and the operator that stands for it in a stage.
 
 A stage's graph holds one operator for each layer, with a layer's code behind all of them that is
 compiled once: what a stage takes to trace and to compile does not grow with the number of layers.
@@ -58,13 +58,13 @@ class Shared(NamedTuple):
 
 
 class Form(NamedTuple):
-    """What is fixed when a layer is traced. `tile`: the fields of a causal `Tile`, block 0 for
-    None."""
+    """What is fixed when a layer is traced, with the fields of its `Tile` (`block` 0 for None)."""
 
     head_dim: int
     kv_heads: int
     group: int
     height: int
+    causal: int
     flex: int
     per_head: int
     block: int
@@ -72,19 +72,14 @@ class Form(NamedTuple):
     @property
     def tile(self) -> Tile:
         """The pass's tile."""
-        return Tile(
-            self.height, flex=bool(self.flex), per_head=bool(self.per_head),
-            block=self.block or None,
-        )  # fmt: skip
+        flags = {name: bool(getattr(self, name)) for name in ("causal", "flex", "per_head")}
+        return Tile(self.height, block=self.block or None, **flags)
 
 
 def form_of(head_dim: int, kv_heads: int, group: int, tile: Tile) -> Form:
-    """The form of a pass with such a tile, which must be causal."""
-    assert tile.causal
-    return Form(
-        head_dim, kv_heads, group, tile.height, int(tile.flex), int(tile.per_head),
-        tile.block or 0,
-    )  # fmt: skip
+    """The form of a pass of a model with such heads."""
+    flags = int(tile.causal), int(tile.flex), int(tile.per_head)
+    return Form(head_dim, kv_heads, group, tile.height, *flags, tile.block or 0)
 
 
 def run(
@@ -118,16 +113,16 @@ def run(
 
 
 torch.library.define(
-    "dscale::target_layer",
+    "dscale::layer",
     "(Tensor x, Tensor branch, Tensor[] shared, Tensor?[] weights, Tensor(a!) key_pool,"
     " Tensor(b!) value_pool, float eps, int[] form) -> (Tensor, Tensor)",
     # Any layout: else Inductor copies what the layers share for each of them.
     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout),
 )
-_target_layer: Any = torch.ops.dscale.target_layer.default
+_layer: Any = torch.ops.dscale.layer.default
 
 
-def as_operator(
+def layer(
     x: Tensor,
     branch: Tensor,
     shared: Shared,
@@ -136,8 +131,10 @@ def as_operator(
     eps: float,
     form: Form,
 ) -> tuple[Tensor, Tensor]:
-    """`run`, as one operator of the graph that is being traced."""
-    x, branch = _target_layer(x, branch, _flat(shared), list(w), *pool, eps, list(form))
+    """`run`; in a graph that is being traced, one operator."""
+    if not torch.compiler.is_compiling():
+        return run(x, branch, shared, w, pool, eps, form)
+    x, branch = _layer(x, branch, _flat(shared), list(w), *pool, eps, list(form))
     return x, branch
 
 
@@ -205,6 +202,6 @@ def _fake(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x), torch.empty_like(x)
 
 
-torch.library.impl("dscale::target_layer", "cpu", _on_cpu)
-torch.library.impl("dscale::target_layer", "cuda", _on_cuda)
-torch.library.register_fake("dscale::target_layer", _fake)
+torch.library.impl("dscale::layer", "cpu", _on_cpu)
+torch.library.impl("dscale::layer", "cuda", _on_cuda)
+torch.library.register_fake("dscale::layer", _fake)

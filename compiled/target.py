@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dscale.compiled.attention import Rows, Tile, visibility
 from dscale.compiled.kv import KVPool, Paging
-from dscale.compiled.layer import PROJECTIONS, Shared, Weights, as_operator, form_of, run
+from dscale.compiled.layer import PROJECTIONS, Shared, Weights, form_of, layer
 from dscale.compiled.layers import add, frozen, rotary_table
 from dscale.compiled.packed import is_split, linear, pack
 from dscale.kernels.reference_heads import rms_norm
@@ -72,11 +72,10 @@ class Layer(nn.Module):
         pool: tuple[Tensor, Tensor],
         tile: Tile,
     ) -> tuple[Tensor, Tensor]:
-        """Packed rows `[R, D]` through the layer; see `layer.run`."""
+        """Packed rows `[R, D]` through the layer; see `layer.layer`."""
         c = self.config
         form = form_of(c.head_dim, c.num_kv_heads, c.num_heads // c.num_kv_heads, tile)
-        way = as_operator if torch.compiler.is_compiling() else run
-        return way(x, branch, shared, self.weights, pool, c.rms_eps, form)
+        return layer(x, branch, shared, self.weights, pool, c.rms_eps, form)
 
     @property
     def weights(self) -> Weights:
@@ -129,17 +128,17 @@ class Target(nn.Module):
 
         A 16-row pass of SmolLM2-135M takes about 0.75 of the time, a 1-row pass as long as before.
         """
-        for layer in self.layers:
-            assert isinstance(layer, Layer)
-            layer.pack()
+        for own in self.layers:
+            assert isinstance(own, Layer)
+            own.pack()
         self.packed_head = pack(self.head)
 
     def split(self, turn: Tensor) -> None:
         """Split the projections' products along K where that is faster (`packed.turns`; GPU)."""
         self.turn = turn
-        for layer in self.layers:
-            assert isinstance(layer, Layer)
-            layer.split(turn)
+        for own in self.layers:
+            assert isinstance(own, Layer)
+            own.split(turn)
 
     @property
     def group(self) -> int:
@@ -167,8 +166,8 @@ class Target(nn.Module):
         shared = Shared(cos, sin, rows, paging, visibility(paging, tile, self.group))
         branch = torch.zeros_like(x)
         tapped: dict[int, Tensor] = {}
-        for index, layer in enumerate(self.layers):
-            x, branch = layer(x, branch, shared, pool.layer(index), tile)
+        for index, own in enumerate(self.layers):
+            x, branch = own(x, branch, shared, pool.layer(index), tile)
             if index in self.taps:
                 tapped[index] = add(x, branch)
         taps = torch.cat([tapped[i] for i in self.taps], -1) if self.taps else None

@@ -11,7 +11,6 @@ from tiny import tiny_model
 from torch import Tensor
 
 import dscale.compiled.layer
-import dscale.compiled.target
 from dscale.compiled.capture import own_function
 from dscale.compiled.layer import Shared, run, run_compiled
 
@@ -45,7 +44,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
         guard = "_ensureCUDADeviceGuardSet"
         monkeypatch.setattr(torch._C, guard, lambda: None, raising=False)
     monkeypatch.setattr(dscale.compiled.layer, "_compiled", compile_once)
-    monkeypatch.setattr(dscale.compiled.target, "run", as_allocated)
+    monkeypatch.setattr(dscale.compiled.layer, "run", as_allocated)
     yield signatures
     torch._dynamo.reset()
 
