@@ -179,7 +179,10 @@ def run_compiled(
     fixed = [*pool, *(t for t in w if t is not None)]
     shapes = [*((*t.shape[1:], t.is_contiguous()) for t in moving), *(t.shape for t in fixed)]
     signature = (x.device, x.dtype, *map(tuple, shapes), *(t is None for t in w), eps, form)
-    return _compiled(signature)(x, branch, shared, w, pool, eps, form)
+    # Below autograd in every call: the first one of a stage is anyway, as AOT autograd watches it,
+    # and what was compiled there would be compiled anew at the next, while that is recorded.
+    with torch._C._AutoDispatchBelowADInplaceOrView():
+        return _compiled(signature)(x, branch, shared, w, pool, eps, form)
 
 
 @functools.cache

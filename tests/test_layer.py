@@ -6,13 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-from test_target import check_all
+from paged import shuffled_paging
+from test_target import NUM_PAGES, PAGES, check_all, pool_of
 from tiny import tiny_model
 from torch import Tensor
 
 import dscale.compiled.layer
-from dscale.compiled.capture import own_function
+from dscale.compiled.attention import Rows, Tile
+from dscale.compiled.capture import own_forward, own_function
+from dscale.compiled.flow import uniform_rows
+from dscale.compiled.kv import Paging
 from dscale.compiled.layer import Shared, run, run_compiled
+from dscale.load import build_target
 
 
 @pytest.fixture
@@ -54,3 +59,38 @@ def test_one_compile_for_all_layers_and_sizes(family: str, compiled: list[object
     with torch.no_grad():
         check_all(tiny_model(family), flex=True, size=300)
     assert len(compiled) == len(set(compiled)) > 1
+
+
+class Stage(torch.nn.Module):
+    """One pass over a target's layers into a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.target = build_target(tiny_model(), (0,))
+        self.pool = pool_of(self.target)
+
+    def forward(self, token_R: Tensor, rows: Rows, paging: Paging, hidden_RD: Tensor) -> None:
+        hidden, _ = self.target(token_R, rows, paging, self.pool, Tile(height=16, flex=False))
+        hidden_RD.copy_(hidden)
+
+
+@torch.no_grad()
+def test_only_the_first_call_of_a_compiled_stage_compiles_a_layer(
+    compiled: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next one is recorded as a CUDA graph, and compiling would break the recording."""
+    stage, eager = Stage(), Stage()
+    run_stage = torch.compile(own_forward(stage), fullgraph=True)
+    for lanes in (3, 3, 2, 2):
+        paging = shuffled_paging([5, 260, 130][:lanes], PAGES, NUM_PAGES)
+        rows = uniform_rows(paging, 16, 16)
+        token_R = torch.arange(16 * lanes)
+        got, want = torch.zeros(2, 16 * lanes, stage.target.norm.shape[0]).unbind()
+        for moving in (token_R, got, *rows, *paging):
+            torch._dynamo.mark_dynamic(moving, 0)
+        run_stage(token_R, rows, paging, got)
+        assert len(compiled) == 1
+        with monkeypatch.context() as plain:
+            plain.setattr(dscale.compiled.layer, "run", run)
+            eager(token_R, rows, paging, want)
+        torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
