@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dscale.compiled.attention import BlockTables, Rows, Tile, Visibility, attend
 from dscale.compiled.capture import own_function
-from dscale.compiled.kv import Paging, write
+from dscale.compiled.kv import Paging
 from dscale.compiled.layers import add, swiglu
 from dscale.compiled.packed import linear
 from dscale.kernels.ops import tile_heads
@@ -99,11 +99,10 @@ def run(
     x = add(x, branch)
     normed = rms_norm(x, w.input_norm, eps)
     qkv_RXE = linear(normed, w.qkv, w.qkv_bias, w.qkv_aid).view(num_rows, -1, form.head_dim)
-    q_NXQE, k = tile_heads(
-        qkv_RXE, w.q_norm, w.k_norm, shared.cos, shared.sin, rows.row_NT,
-        kv_heads=form.kv_heads, shared=tile.heads(form.group), eps=eps,
+    q_NXQE = tile_heads(
+        qkv_RXE, w.q_norm, w.k_norm, shared.cos, shared.sin, rows.row_NT, rows.slot_R, *pool,
+        shared=tile.heads(form.group), eps=eps,
     )  # fmt: skip
-    write(pool, rows.slot_R, k, qkv_RXE[:, -form.kv_heads :])
     out = attend(q_NXQE, pool, rows, shared.paging, tile, shared.seen)
     x = add(x, linear(out, w.o, w.o_bias, w.o_aid))
     normed = rms_norm(x, w.post_norm, eps)
