@@ -32,15 +32,18 @@ def own_forward(stage: nn.Module) -> Callable[..., Any]:
 
     Compiled code is kept, and its number limited, per function: stages of one class, say for
     greedy and for sampled requests, would use up one another's limit."""
-    shared: Any = type(stage).forward
-    own = types.FunctionType(
-        shared.__code__.replace(),
-        shared.__globals__,
-        shared.__name__,
-        shared.__defaults__,
-        shared.__closure__,
+    return types.MethodType(own_function(type(stage).forward), stage)
+
+
+def own_function(function: Any) -> Callable[..., Any]:
+    """The same function, with code of its own."""
+    return types.FunctionType(
+        function.__code__.replace(),
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
     )
-    return types.MethodType(own, stage)
 
 
 def fixed(tensor: Tensor) -> Tensor:

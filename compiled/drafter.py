@@ -18,12 +18,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dscale.compiled.attention import Rows, Tile, Visibility, attend, visibility
+from dscale.compiled.attention import Rows, Tile, visibility
 from dscale.compiled.kv import KVPool, Paging, write
-from dscale.compiled.layers import add, rotary_table, swiglu
-from dscale.compiled.packed import is_split, linear, pack
-from dscale.compiled.target import PROJECTIONS, Target
-from dscale.kernels.ops import tile_heads
+from dscale.compiled.layer import PROJECTIONS, Shared, Weights, form_of, layer
+from dscale.compiled.layers import add, rotary_table
+from dscale.compiled.packed import is_split, pack
+from dscale.compiled.target import Target
 from dscale.kernels.reference_heads import rms_norm, rotate
 
 
@@ -139,64 +139,44 @@ class Drafter(nn.Module):
         and row 0 is unused. Each layer leaves the block's keys and values in the pool; the next
         round overwrites them. `tile` is `Tile(height=B, causal=False)`.
         """
-        x = block_RD
-        cos, sin = rotary_table(
-            rows.position_R, self.inv_freq, self.config.rope_scaling, block_RD.dtype
-        )
-        seen = visibility(paging, tile, self.group)
-        for index in range(self.config.num_layers):
-            x = self.layer(index, x, cos, sin, rows, paging, pool, tile, seen)
-        return rms_norm(x, self.norm, self.config.rms_eps)
+        c, x, branch = self.config, block_RD, torch.zeros_like(block_RD)
+        cos, sin = rotary_table(rows.position_R, self.inv_freq, c.rope_scaling, x.dtype)
+        shared = Shared(cos, sin, rows, paging, visibility(paging, tile, self.group))
+        form = form_of(c.head_dim, c.num_kv_heads, self.group, tile)
+        for index in range(c.num_layers):
+            weights = self.layer_weights(index)
+            x, branch = layer(x, branch, shared, weights, pool.layer(index), c.rms_eps, form)
+        return rms_norm(add(x, branch), self.norm, c.rms_eps)
 
-    def layer(
-        self,
-        index: int,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        rows: Rows,
-        paging: Paging,
-        pool: KVPool,
-        tile: Tile,
-        seen: Visibility,
-    ) -> Tensor:
-        """One pre-norm decoder layer over block rows `[R, D]`."""
-        c, w = self.config, self.weights(index)
-        aid = w.aids.get
-        normed = rms_norm(x, w.input_norm, c.rms_eps)
-        qkv = linear(normed, self.qkv[index], None, aid("qkv"))
-        qkv_RXE = qkv.view(x.shape[0], -1, c.head_dim)
-        q_NXQE, k = tile_heads(
-            qkv_RXE, w.q_norm, w.k_norm, cos, sin, rows.row_NT,
-            kv_heads=c.num_kv_heads, shared=tile.heads(self.group), eps=c.rms_eps,
+    def layer_weights(self, index: int) -> Weights:
+        """The tensors of layer `index`, its query, key and value projection among them."""
+        own = self.weights(index)
+        return Weights(
+            own.input_norm, self.qkv[index], None, own.q_norm, own.k_norm, own.o, None,
+            own.post_norm, own.gate_up, None, own.down, None,
+            *(own.aids.get(name) for name in PROJECTIONS),
         )  # fmt: skip
-        cache = pool.layer(index)
-        write(cache, rows.slot_R, k, qkv_RXE[:, -c.num_kv_heads :])
-        out = attend(q_NXQE, cache, rows, paging, tile, seen)
-        x = add(x, linear(out, w.o, None, aid("o")))
-        normed = rms_norm(x, w.post_norm, c.rms_eps)
-        return add(x, swiglu(normed, w.gate_up, None, w.down, None, w.aids))
 
     def pack(self) -> None:
         """Keep a copy of the layers' projections in oneDNN's blocked layout (CPU only)."""
-        for layer, projections in self.projections():
+        for own, projections in self.projections():
             for name, weight in projections.items():
-                layer.aids[name] = pack(weight)
+                own.aids[name] = pack(weight)
 
     def split(self, turn: Tensor) -> None:
         """Split the layers' products along K where that is faster (`packed.turns`; GPU)."""
         self.turn = turn
-        for layer, projections in self.projections():
+        for own, projections in self.projections():
             for name, weight in projections.items():
                 if is_split(weight):
-                    layer.aids[name] = turn
+                    own.aids[name] = turn
 
     def projections(self) -> Iterator[tuple[DrafterLayer, dict[str, Tensor]]]:
         """Each layer with its projections, by their names in `DrafterLayer.aids`."""
         for index in range(self.config.num_layers):
-            layer = self.weights(index)
-            named = {name: getattr(layer, name) for name in PROJECTIONS if name != "qkv"}
-            yield layer, {"qkv": self.qkv[index], **named}
+            own = self.weights(index)
+            named = {name: getattr(own, name) for name in PROJECTIONS if name != "qkv"}
+            yield own, {"qkv": self.qkv[index], **named}
 
     def write_context(
         self, taps_RF: Tensor, position_R: Tensor, slot_R: Tensor, pool: KVPool

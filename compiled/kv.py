@@ -32,7 +32,8 @@ class Paging(NamedTuple):
 
 
 class KVPool(torch.nn.Module):
-    """Keys and values of every layer, `[slots, kv_heads, head_dim]` each, zeroed when allocated.
+    """Keys and values of every layer, `[slots, kv_heads, head_dim]` each, zeroed when allocated,
+    in storages of their own: compiled `tile_heads` would copy what shares one, or read beside it.
 
     Token-major, because a write by `index_put_` on dimension 0 is then a plain scatter; a
     head-major pool made Inductor copy the whole pool twice per layer (145 us a layer on an H200 at

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -37,14 +35,15 @@ def swiglu(
     gate_up_bias: Tensor | None,
     down: Tensor,
     down_bias: Tensor | None,
-    aids: Mapping[str, Tensor],
+    gate_up_aid: Tensor | None,
+    down_aid: Tensor | None,
 ) -> Tensor:
     """Gated feed-forward: down(silu(gate x) * up x), gate and up stacked in one weight.
 
-    `gate_up` `[2 * intermediate, D]`; `aids` of "gate_up" and "down": see `packed.linear`.
+    `gate_up` `[2 * intermediate, D]`; the aids: see `packed.linear`.
     """
-    gate, up = linear(x, gate_up, gate_up_bias, aids.get("gate_up")).chunk(2, -1)
-    return linear(F.silu(gate) * up, down, down_bias, aids.get("down"))
+    gate, up = linear(x, gate_up, gate_up_bias, gate_up_aid).chunk(2, -1)
+    return linear(F.silu(gate) * up, down, down_bias, down_aid)
 
 
 def frozen(tensor: Tensor | None) -> torch.nn.Parameter | None:

@@ -13,15 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dscale.compiled.attention import Rows, Tile, Visibility, attend, visibility
-from dscale.compiled.kv import KVPool, Paging, write
-from dscale.compiled.layers import add, frozen, rotary_table, swiglu
+from dscale.compiled.attention import Rows, Tile, visibility
+from dscale.compiled.kv import KVPool, Paging
+from dscale.compiled.layer import PROJECTIONS, Shared, Weights, form_of, layer
+from dscale.compiled.layers import add, frozen, rotary_table
 from dscale.compiled.packed import is_split, linear, pack
-from dscale.kernels.ops import tile_heads
 from dscale.kernels.reference_heads import rms_norm
 
-PROJECTIONS = ("qkv", "o", "gate_up", "down")
-"""Weights of a layer that products of few rows read, by their names in `Layer.aids`."""
+TENSORS = tuple(n for n in Weights._fields if not n.endswith("_aid"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,50 +61,27 @@ class Layer(nn.Module):
         super().__init__()
         self.config = config
         self.aids: dict[str, Tensor] = {}
-        for name in (
-            "input_norm", "qkv", "qkv_bias", "q_norm", "k_norm", "o", "o_bias",
-            "post_norm", "gate_up", "gate_up_bias", "down", "down_bias",
-        ):  # fmt: skip
+        for name in TENSORS:
             self.register_parameter(name, frozen(tensors.get(name)))
 
-    # Every layer is the same graph: compiled once and stamped out, which takes a fraction of the
-    # time of compiling each (docs/design.md, "Graph rules").
-    @torch.compiler.nested_compile_region
     def forward(
         self,
         x: Tensor,
         branch: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        rows: Rows,
-        paging: Paging,
-        key_pool: Tensor,
-        value_pool: Tensor,
+        shared: Shared,
+        pool: tuple[Tensor, Tensor],
         tile: Tile,
-        seen: Visibility,
     ) -> tuple[Tensor, Tensor]:
-        """Packed rows `[R, D]` through the layer; their keys and values go to the pool.
+        """Packed rows `[R, D]` through the layer; see `layer.layer`."""
+        c = self.config
+        form = form_of(c.head_dim, c.num_kv_heads, c.num_heads // c.num_kv_heads, tile)
+        return layer(x, branch, shared, self.weights, pool, c.rms_eps, form)
 
-        The residual stream comes and goes as two terms, x + branch: a compiled region then adds
-        them in the kernel of the norm that follows, in the next region."""
-        c, pool, num_rows = self.config, (key_pool, value_pool), x.shape[0]
-        aid = self.aids.get
-        x = add(x, branch)
-        normed = rms_norm(x, self.input_norm, c.rms_eps)
-        qkv = linear(normed, self.qkv, self.qkv_bias, aid("qkv"))
-        qkv_RXE = qkv.view(num_rows, -1, c.head_dim)
-        q_NXQE, k = tile_heads(
-            qkv_RXE, self.q_norm, self.k_norm, cos, sin, rows.row_NT,
-            kv_heads=c.num_kv_heads, shared=tile.heads(c.num_heads // c.num_kv_heads),
-            eps=c.rms_eps,
-        )  # fmt: skip
-        write(pool, rows.slot_R, k, qkv_RXE[:, -c.num_kv_heads :])
-        out = attend(q_NXQE, pool, rows, paging, tile, seen)
-        x = add(x, linear(out, self.o, self.o_bias, aid("o")))
-        normed = rms_norm(x, self.post_norm, c.rms_eps)
-        return x, swiglu(
-            normed, self.gate_up, self.gate_up_bias, self.down, self.down_bias, self.aids
-        )
+    @property
+    def weights(self) -> Weights:
+        """The layer's tensors and their aids."""
+        tensors = {name: getattr(self, name) for name in TENSORS}
+        return Weights(**tensors, **{f"{name}_aid": aid for name, aid in self.aids.items()})
 
     def pack(self) -> None:
         """Keep a copy of the projections in oneDNN's blocked layout and use it (CPU only)."""
@@ -152,17 +128,17 @@ class Target(nn.Module):
 
         A 16-row pass of SmolLM2-135M takes about 0.75 of the time, a 1-row pass as long as before.
         """
-        for layer in self.layers:
-            assert isinstance(layer, Layer)
-            layer.pack()
+        for own in self.layers:
+            assert isinstance(own, Layer)
+            own.pack()
         self.packed_head = pack(self.head)
 
     def split(self, turn: Tensor) -> None:
         """Split the projections' products along K where that is faster (`packed.turns`; GPU)."""
         self.turn = turn
-        for layer in self.layers:
-            assert isinstance(layer, Layer)
-            layer.split(turn)
+        for own in self.layers:
+            assert isinstance(own, Layer)
+            own.split(turn)
 
     @property
     def group(self) -> int:
@@ -187,11 +163,11 @@ class Target(nn.Module):
         1]`), or None without taps."""
         x = self.embed(token_R)
         cos, sin = rotary_table(rows.position_R, self.inv_freq, self.config.rope_scaling, x.dtype)
-        seen = visibility(paging, tile, self.group)
+        shared = Shared(cos, sin, rows, paging, visibility(paging, tile, self.group))
         branch = torch.zeros_like(x)
         tapped: dict[int, Tensor] = {}
-        for index, layer in enumerate(self.layers):
-            x, branch = layer(x, branch, cos, sin, rows, paging, *pool.layer(index), tile, seen)
+        for index, own in enumerate(self.layers):
+            x, branch = own(x, branch, shared, pool.layer(index), tile)
             if index in self.taps:
                 tapped[index] = add(x, branch)
         taps = torch.cat([tapped[i] for i in self.taps], -1) if self.taps else None

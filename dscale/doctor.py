@@ -74,12 +74,15 @@ def kernel_check(name: str, device: torch.device) -> Check:
     arguments = operator_arguments()[name]
     operator = getattr(ops, name)
     try:
+        moved = tuple(x.to(device) if isinstance(x, Tensor) else x for x in arguments)
         want = operator(*arguments)
-        got = operator(*(x.to(device) if isinstance(x, Tensor) else x for x in arguments))
+        got = operator(*moved)
     except Exception as error:  # whatever a compiler raises is the finding
         return Check(name, False, f"{type(error).__name__}: {error}")
-    pairs = zip(as_tuple(got), as_tuple(want), strict=True)
-    same = all(torch.allclose(x.cpu().double(), y.double(), atol=1e-4) for x, y in pairs)
+    # Arguments, too: tile_heads writes to two of them.
+    pairs = zip((*as_tuple(got), *moved), (*as_tuple(want), *arguments), strict=True)
+    tensors = [(x.cpu().double(), y.double()) for x, y in pairs if isinstance(x, Tensor)]
+    same = all(torch.allclose(x, y, atol=1e-4) for x, y in tensors)
     kind = "reference" if device.type == "cpu" else "Triton kernel"
     return Check(name, same, f"{kind} runs" if same else f"{kind} differs from the reference")
 
@@ -103,6 +106,7 @@ def operator_arguments() -> dict[str, tuple[Any, ...]]:
     # 24 rows of 8 query heads and 2 KV heads of 16 dimensions; norms, cos and sin.
     shapes = ((24, 12, 16), (16,), (16,), (24, 1, 8), (24, 1, 8))
     heads = [torch.randn(shape, generator=generator) for shape in shapes]
+    pools = torch.zeros(2, 24, 2, 16)
     cell_NT = torch.arange(48).view(3, 16) % 24
     return {
         "row_statistics": (torch.randn(5, 1000, generator=generator),),
@@ -110,7 +114,7 @@ def operator_arguments() -> dict[str, tuple[Any, ...]]:
         "allocate_budget": (score_NC, limit_N > 0, limit_N, room),
         "pack_rows": (length_N, candidate_NC, candidate_NC[:, 0], limit_N, page_NL, 24, 128),
         "accept_prefix": (candidate_NC, length_N, offset_N, choice_M),
-        "tile_heads": (*heads, cell_NT, 2, 4, 1e-6),
+        "tile_heads": (*heads, cell_NT, torch.arange(24), *pools, 4, 1e-6),
     }
 
 

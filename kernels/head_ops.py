@@ -1,7 +1,7 @@
 """The custom operation between a layer's fused projection and its attention.
 
 Shapes: R rows, H query heads, K KV heads, E head_dim, N lanes, T tile rows, G query heads that
-share a tile."""
+share a tile, S pool slots."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from dscale.kernels.registry import expect, expect_tensor, implement
 
 torch.library.define(
     "dscale::tile_heads",
-    "(Tensor qkv, Tensor? q_norm, Tensor? k_norm, Tensor cos, Tensor sin, Tensor row,"
-    " int kv_heads, int shared, float eps) -> (Tensor, Tensor)",
+    "(Tensor qkv, Tensor? q_norm, Tensor? k_norm, Tensor cos, Tensor sin, Tensor row, Tensor slot,"
+    " Tensor(a!) key_pool, Tensor(b!) value_pool, int shared, float eps) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _tile_heads: Any = torch.ops.dscale.tile_heads.default
@@ -29,17 +29,23 @@ def tile_heads(
     cos: Tensor,
     sin: Tensor,
     row_NT: Tensor,
-    kv_heads: int,
+    slot_R: Tensor,
+    key_pool: Tensor,
+    value_pool: Tensor,
     shared: int,
     eps: float,
-) -> tuple[Tensor, Tensor]:
-    """Query tiles `[N, H / G, G * T, E]` and keys `[R, K, E]`; reference_heads says how. On a GPU
-    the result is rounded once, on the CPU after each of four steps, as transformers does.
+) -> Tensor:
+    """Query tiles `[N, H / G, G * T, E]`; keys and values go to the pools `[S, K, E]`, each row's
+    to its slot. reference_heads says how. On a GPU a result is rounded once, on the CPU after each
+    of four steps, as transformers does. Of rows that share a slot any may stay.
 
-    Raises ValueError for other shapes or dtypes, one norm without the other, an odd E, or heads
-    that do not divide by `shared`."""
-    tile, key = _tile_heads(qkv_RXE, q_norm, k_norm, cos, sin, row_NT, kv_heads, shared, eps)
-    return tile, key
+    Raises ValueError for other shapes or dtypes, one norm without the other, an odd E, pools that
+    are not contiguous, or heads that do not divide by `shared`. A slot behind the pool is not
+    looked for on a GPU."""
+    tile: Tensor = _tile_heads(
+        qkv_RXE, q_norm, k_norm, cos, sin, row_NT, slot_R, key_pool, value_pool, shared, eps
+    )
+    return tile
 
 
 def _check(
@@ -49,7 +55,9 @@ def _check(
     cos: Tensor,
     sin: Tensor,
     row: Tensor,
-    kv_heads: int,
+    slot: Tensor,
+    key_pool: Tensor,
+    value_pool: Tensor,
     shared: int,
     eps: float,
 ) -> None:
@@ -57,8 +65,13 @@ def _check(
     ok = qkv.ndim == 3 and qkv.shape[2] % 2 == 0 and qkv.dtype in floats
     expected = "bfloat16, float16 or float32 [R, H + 2 K, E] with an even E"
     expect(ok, "qkv", expected, f"{qkv.dtype} {list(qkv.shape)}")
-    heads = qkv.shape[1] - 2 * kv_heads
-    expect(kv_heads >= 1 and heads >= 1, "kv_heads", "1 or more beside queries", kv_heads)
+    ok = key_pool.ndim == 3 and 1 <= key_pool.shape[1] < qkv.shape[1] / 2
+    expect(ok, "key_pool", "[S, K, E], K beside queries", list(key_pool.shape))
+    for name, pool in (("key_pool", key_pool), ("value_pool", value_pool)):
+        expect_tensor(name, pool, qkv.dtype, (*key_pool.shape[:2], qkv.shape[2]))
+        expect(pool.is_contiguous(), name, "a contiguous tensor", f"strides {pool.stride()}")
+    expect_tensor("slot", slot, torch.int64, qkv.shape[:1])
+    heads = qkv.shape[1] - 2 * key_pool.shape[1]
     expect(shared >= 1 and heads % shared == 0, "shared", f"a divisor of {heads}", shared)
     expect((q_norm is None) == (k_norm is None), "k_norm", "both norms or none", "one of them")
     for name, norm in (("q_norm", q_norm), ("k_norm", k_norm)):
@@ -78,14 +91,15 @@ def _fake(
     cos: Tensor,
     sin: Tensor,
     row: Tensor,
-    kv_heads: int,
+    slot: Tensor,
+    key_pool: Tensor,
+    value_pool: Tensor,
     shared: int,
     eps: float,
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     lanes, height = row.shape
-    rows, width, head_dim = qkv.shape
-    tiles = (lanes, (width - 2 * kv_heads) // shared, shared * height, head_dim)
-    return qkv.new_empty(tiles), qkv.new_empty((rows, kv_heads, head_dim))
+    heads, head_dim = qkv.shape[1] - 2 * key_pool.shape[1], qkv.shape[2]
+    return qkv.new_empty((lanes, heads // shared, shared * height, head_dim))
 
 
 implement("tile_heads", _check, reference_heads.tile_heads, _fake)

@@ -2,7 +2,7 @@
 `tile_heads`, and its implementation on the CPU.
 
 Shapes: R rows, H query heads, K KV heads, E head_dim, N lanes, T tile rows, G query heads that
-share a tile."""
+share a tile, S pool slots."""
 
 from __future__ import annotations
 
@@ -47,17 +47,22 @@ def tile_heads(
     cos: Tensor,
     sin: Tensor,
     row_NT: Tensor,
-    kv_heads: int,
+    slot_R: Tensor,
+    key_pool: Tensor,
+    value_pool: Tensor,
     shared: int,
     eps: float,
-) -> tuple[Tensor, Tensor]:
-    """Query tiles `[N, H / G, G * T, E]` and keys `[R, K, E]`, both normed (unless the norms are
-    None) and rotated.
+) -> Tensor:
+    """Query tiles `[N, H / G, G * T, E]`; keys and values go to the pools `[S, K, E]` in place.
+    Queries and keys are normed (unless the norms are None) and rotated, values stay as they are.
 
     `qkv_RXE` `[R, H + 2 K, E]`, the fused projection. `q_norm`, `k_norm` `[E]`. `cos`, `sin`
-    `[R, 1, E / 2]`. `row_NT` int64: the row of each tile cell. `shared`: G."""
-    heads = qkv_RXE.shape[1] - 2 * kv_heads
-    q, k, _ = torch.split(qkv_RXE, [heads, kv_heads, kv_heads], 1)
+    `[R, 1, E / 2]`. `row_NT` int64: the row of each tile cell. `slot_R` int64: each row's place
+    in the pools. `shared`: G."""
+    kv_heads = key_pool.shape[1]
+    q, k, v = torch.split(qkv_RXE, [qkv_RXE.shape[1] - 2 * kv_heads, kv_heads, kv_heads], 1)
     if q_norm is not None and k_norm is not None:
         q, k = rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps)
-    return tiles_of(rotate(q, cos, sin), row_NT, shared), rotate(k, cos, sin)
+    key_pool.index_put_((slot_R,), rotate(k, cos, sin))
+    value_pool.index_put_((slot_R,), v)
+    return tiles_of(rotate(q, cos, sin), row_NT, shared)

@@ -1,7 +1,8 @@
-"""Triton launcher of tile_heads: one program per tile cell for the queries, one per row for the
-keys.
+"""Triton launcher of tile_heads: one program per tile cell for the queries, one per row for its
+key and value.
 
-Six Inductor kernels did the same (query and key norm, rotary embedding, tile gather)."""
+Seven Inductor kernels did the same (query and key norm, rotary embedding, tile gather, the write
+to the pools)."""
 
 from __future__ import annotations
 
@@ -19,15 +20,17 @@ def tile_heads(
     cos: Tensor,
     sin: Tensor,
     row_NT: Tensor,
-    kv_heads: int,
+    slot_R: Tensor,
+    key_pool: Tensor,
+    value_pool: Tensor,
     shared: int,
     eps: float,
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     """The reference's contract, on a GPU or under Triton's interpreter. One launch."""
     rows, width, head_dim = qkv_RXE.shape
-    heads, (lanes, height) = width - 2 * kv_heads, row_NT.shape
+    kv_heads, (lanes, height) = key_pool.shape[1], row_NT.shape
+    heads = width - 2 * kv_heads
     tile = qkv_RXE.new_empty((lanes, heads // shared, shared * height, head_dim))
-    key = qkv_RXE.new_empty((rows, kv_heads, head_dim))
     qkv_RXE = qkv_RXE.contiguous()
     normed, early = q_norm is not None, starts_early(qkv_RXE.device)
     _tile_heads[(lanes * height + rows,)](
@@ -37,8 +40,10 @@ def tile_heads(
         cos.contiguous(),
         sin.contiguous(),
         row_NT.contiguous(),
+        slot_R.contiguous(),
         tile,
-        key,
+        key_pool,
+        value_pool,
         lanes * height,
         height,
         eps,
@@ -54,7 +59,7 @@ def tile_heads(
         num_warps=4,
         **launch_options(early),
     )
-    return tile, key
+    return tile
 
 
 @triton.jit(do_not_specialize=["cells", "height"])  # type: ignore[untyped-decorator]
@@ -65,8 +70,10 @@ def _tile_heads(
     cos: tl.tensor,
     sin: tl.tensor,
     row_of: tl.tensor,
+    slot_of: tl.tensor,
     tile_out: tl.tensor,
-    key_out: tl.tensor,
+    key_pool: tl.tensor,
+    value_pool: tl.tensor,
     cells: tl.tensor,
     height: tl.tensor,
     eps: tl.tensor,
@@ -95,8 +102,13 @@ def _tile_heads(
     else:
         k_row = (program - cells).to(tl.int64)
         k_head = tl.arange(0, K_BLOCK)
-        k_to = key_out + (k_row * K + k_head) * E
+        place = (tl.load(slot_of + k_row) * K + k_head) * E
         k_from = qkv + k_row * ((H + 2 * K) * E) + (H + k_head) * E
+        at = tl.arange(0, 2 * HALF_BLOCK)
+        is_value = (k_head < K)[:, None] & (at < E)[None, :]
+        value = tl.load((k_from + K * E)[:, None] + at[None, :], mask=is_value)
+        tl.store((value_pool + place)[:, None] + at[None, :], value, mask=is_value)
+        k_to = key_pool + place
         _head(k_from, k_to, k_norm, cos, sin, k_row, k_head < K, eps, E, HALF_BLOCK, NORMED)
 
 

@@ -16,7 +16,7 @@ from dscale.compiled.attention import (
     kernel_options,
     visibility,
 )
-from dscale.compiled.kv import Paging, slots_of, write
+from dscale.compiled.kv import KVPool, Paging, slots_of, write
 from dscale.kernels.reference_heads import tiles_of
 
 CONTEXT = [0, 5, 127, 128, 200]
@@ -190,3 +190,11 @@ def test_options_fit_the_tile(
     rows, keys = got["BLOCK_M"], got["BLOCK_N"]
     assert rows == min(4 * height, 128)
     assert dtype.itemsize * head_dim * (rows + 2 * keys * stages) <= 227 * 1024
+
+
+def test_every_pool_has_a_storage_of_its_own() -> None:
+    """Compiled layers write them in place for that reason only."""
+    made = KVPool(3, 2, KV_HEADS, HEAD_DIM, torch.float32, torch.device("cpu"))
+    buffers = list(made.buffers())
+    assert len({x.untyped_storage().data_ptr() for x in buffers}) == len(buffers) == 6
+    assert all(x.untyped_storage().nbytes() == x.nbytes for x in buffers)

@@ -10,8 +10,9 @@ from captured import SETTINGS, EveryBucket, Pair, like
 from torch import nn
 
 import dscale.compiled.capture
+import dscale.compiled.layer
 import dscale.core
-from dscale.compiled.capture import own_forward
+from dscale.compiled.capture import own_forward, own_function
 from dscale.compiled.prefill import PromptPass
 from dscale.policy import MULTIPLES
 from dscale.prefill import TILES
@@ -49,6 +50,14 @@ def test_the_captured_run_equals_the_eager_one_and_plain_decoding(
         return forwards[-1][1]
 
     monkeypatch.setattr(dscale.compiled.capture, "own_forward", remembered)
+    layers: list[Any] = []
+
+    def remember(function: Any) -> Callable[..., Any]:
+        layers.append(own_function(function))
+        return layers[-1]
+
+    dscale.compiled.layer._compiled.cache_clear()
+    monkeypatch.setattr(dscale.compiled.layer, "own_function", remember)
     stops = [int(want[0, 130 + 11]), int(want[2, 130 + 5])]
     for captured in (False, True):
         with pair.attach(mode=mode, budget=budget, capture=captured) as spec:
@@ -65,6 +74,9 @@ def test_the_captured_run_equals_the_eager_one_and_plain_decoding(
             # Only "auto" takes steps that draft nothing.
             assert len(entries) == (stage != "Anchors" or budget == "auto"), stage
     assert forwards
+    for layer in layers:
+        assert len(torch._dynamo.eval_frame._debug_get_cache_entry_list(layer.__code__)) == 1
+    assert layers
     assert counters["inductor"]["cudagraph_skips"] == 0
     assert not counters["graph_break"]
 

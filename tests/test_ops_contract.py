@@ -40,7 +40,8 @@ def arguments(name: str, lanes: int, device: str = "cpu") -> tuple[Any, ...]:
             *torch.randn(2, 16, generator=generator),
             *torch.randn(2, 6 * lanes, 1, 8, generator=generator),
             candidate % (6 * lanes),
-            2,
+            torch.arange(6 * lanes),
+            *(torch.randn(9 * lanes, 2, 16, generator=generator) for _ in range(2)),
             4,
             1e-6,
         ),
@@ -186,9 +187,15 @@ REFUSED: list[tuple[str, int, Any, str]] = [
     ("tile_heads", 3, torch.ones(23, 1, 8), "cos"),
     ("tile_heads", 4, torch.ones(24, 8), "sin"),
     ("tile_heads", 5, torch.ones(4, 16), "row"),
-    ("tile_heads", 6, 4, "kv_heads"),
-    ("tile_heads", 7, 3, "shared"),
-    ("tile_heads", 8, -1.0, "eps"),
+    ("tile_heads", 6, torch.arange(24).int(), "slot"),
+    ("tile_heads", 6, torch.arange(23), "slot"),
+    ("tile_heads", 7, torch.ones(36, 4, 16), "key_pool"),
+    ("tile_heads", 7, torch.ones(36, 2, 15), "key_pool"),
+    ("tile_heads", 7, torch.ones(36, 2, 16).bfloat16(), "key_pool"),
+    ("tile_heads", 7, torch.ones(2, 36, 16).transpose(0, 1), "key_pool"),
+    ("tile_heads", 8, torch.ones(35, 2, 16), "value_pool"),
+    ("tile_heads", 9, 3, "shared"),
+    ("tile_heads", 10, -1.0, "eps"),
 ]
 
 

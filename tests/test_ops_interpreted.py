@@ -95,7 +95,10 @@ def arguments(name: str, lanes: int, dtype: torch.dtype) -> tuple[Any, ...]:
         "allocate_budget": (table.float(), ints.bool(), ints, ints[:2], "paper"),
         "pack_rows": (ints, table, longs, ints, ints[:, None], 8 * lanes, 128),
         "accept_prefix": (table, ints, longs, torch.ones(8 * lanes).long()),
-        "tile_heads": (heads, norm, norm, half, half, cell, 3, 3, 1e-6),
+        "tile_heads": (
+            *(heads, norm, norm, half, half, cell, torch.arange(8 * lanes)),
+            *(heads[:, :3].contiguous(), heads[:, :3].contiguous(), 3, 1e-6),
+        ),
         "linear": (heads[0], heads[0], None, ints, Plan(64, 64, 64, 4, 3, 4)),
         "clear_pages": (longs, 1, 4096),
     }[name]

@@ -1,0 +1,96 @@
+"""The layer's operator and its code: compiled once for all layers and sizes, with the same
+results."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from paged import shuffled_paging
+from test_target import NUM_PAGES, PAGES, check_all, pool_of
+from tiny import tiny_model
+from torch import Tensor
+
+import dscale.compiled.layer
+from dscale.compiled.attention import Rows, Tile
+from dscale.compiled.capture import own_forward, own_function
+from dscale.compiled.flow import uniform_rows
+from dscale.compiled.kv import Paging
+from dscale.compiled.layer import Shared, run, run_compiled
+from dscale.load import build_target
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
+    """Compile eager layers, too, without a GPU; lists the signature of every compile."""
+    torch._dynamo.reset()
+    signatures: list[object] = []
+    functions: dict[object, Any] = {}
+    aot_eager = torch._dynamo.lookup_backend("aot_eager")
+
+    def compile_once(signature: object) -> Callable[..., Any]:
+        def backend(graph: Any, inputs: Any) -> Any:
+            signatures.append(signature)
+            return aot_eager(graph, inputs)
+
+        if signature not in functions:
+            own = own_function(run)
+            functions[signature] = torch.compile(own, fullgraph=True, backend=backend)
+        function: Callable[..., Any] = functions[signature]
+        return function
+
+    def as_allocated(x: Tensor, branch: Tensor, shared: Shared, *rest: Any) -> Any:
+        """With the strides that compiled code gives tables of one row a position."""
+        cos, sin = (t.as_strided(t.shape, (t.shape[2], t.numel(), 1)) for t in shared[:2])
+        return run_compiled(x, branch, shared._replace(cos=cos, sin=sin), *rest)
+
+    if not torch.cuda.is_available():
+        # In a CUDA build of torch 2.11 this crashes on a thread of its own when there is no GPU.
+        guard = "_ensureCUDADeviceGuardSet"
+        monkeypatch.setattr(torch._C, guard, lambda: None, raising=False)
+    monkeypatch.setattr(dscale.compiled.layer, "_compiled", compile_once)
+    monkeypatch.setattr(dscale.compiled.layer, "run", as_allocated)
+    yield signatures
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_one_compile_for_all_layers_and_sizes(family: str, compiled: list[object]) -> None:
+    with torch.no_grad():
+        check_all(tiny_model(family), flex=True, size=300)
+    assert len(compiled) == len(set(compiled)) > 1
+
+
+class Stage(torch.nn.Module):
+    """One pass over a target's layers into a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.target = build_target(tiny_model(), (0,))
+        self.pool = pool_of(self.target)
+
+    def forward(self, token_R: Tensor, rows: Rows, paging: Paging, hidden_RD: Tensor) -> None:
+        hidden, _ = self.target(token_R, rows, paging, self.pool, Tile(height=16, flex=False))
+        hidden_RD.copy_(hidden)
+
+
+@torch.no_grad()
+def test_only_the_first_call_of_a_compiled_stage_compiles_a_layer(
+    compiled: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next one is recorded as a CUDA graph, and compiling would break the recording."""
+    stage, eager = Stage(), Stage()
+    run_stage = torch.compile(own_forward(stage), fullgraph=True)
+    for lanes in (3, 3, 2, 2):
+        paging = shuffled_paging([5, 260, 130][:lanes], PAGES, NUM_PAGES)
+        rows = uniform_rows(paging, 16, 16)
+        token_R = torch.arange(16 * lanes)
+        got, want = torch.zeros(2, 16 * lanes, stage.target.norm.shape[0]).unbind()
+        for moving in (token_R, got, *rows, *paging):
+            torch._dynamo.mark_dynamic(moving, 0)
+        run_stage(token_R, rows, paging, got)
+        assert len(compiled) == 1
+        with monkeypatch.context() as plain:
+            plain.setattr(dscale.compiled.layer, "run", run)
+            eager(token_R, rows, paging, want)
+        torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
