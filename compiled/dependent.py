@@ -1,5 +1,4 @@
-"""Programmatic dependent launch of the kernels that Inductor writes: kernels/dependent.py says what
-that is."""
+"""Programmatic dependent launch (kernels/dependent.py) of the kernels that Inductor writes."""
 
 from __future__ import annotations
 
