@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from dscale.compiled.packed import turns
 from dscale.compiled.predictor import Predictor
 from dscale.compiled.prefill import Prefill, PromptPass
 from dscale.compiled.sampling import Chooser
+from dscale.compiled.shares import PARTS
 from dscale.compiled.target import Target
 from dscale.compiled.verify import Verify
 from dscale.config import EngineConfig
@@ -45,6 +47,13 @@ def verify_tile(config: EngineConfig, rows: int, flex: bool) -> Tile:
     return Tile(height=height, flex=flex)
 
 
+def parts_of(target: Target, config: EngineConfig) -> int:
+    """Sub-lanes of a step of few lanes: some where attention is a GPU's and its tiles are packed,
+    else none."""
+    is_packed = config.mode != "dflash"
+    return PARTS if is_packed and target.inv_freq.device.type != "cpu" else 0
+
+
 def build_stages(
     target: Target,
     drafter: Drafter | None,
@@ -64,6 +73,7 @@ def build_stages(
         split_products(target, drafter)
     shared = (target, pool, drafter, draft_pool)
     wrap: Callable[[Any], Stage] = capture if captured else _as_is
+    parts = parts_of(target, config) if flex else 0
     rows = 1 if drafter is None else config.uniform_rows(drafter.config.block_size)
     decide = None
     if drafter is not None and draft_pool is not None and (config.adaptive or rows > 1):
@@ -76,13 +86,16 @@ def build_stages(
                 predictor=predictor,
                 seed=config.budget_seed,
                 flex=flex,
+                parts=parts,
             )
         )
+    tile = verify_tile(config, rows, flex)
+    few = dataclasses.replace(tile, parts=parts) if parts else None
     return Stages(
         prefill=Prefill(prompt or PromptPass(*shared, flex), target, chooser),
         decide=decide,
         anchors=wrap(Anchors()) if config.adaptive else None,
-        verify=wrap(Verify(*shared, rows, chooser, verify_tile(config, rows, flex))),
+        verify=wrap(Verify(*shared, rows, chooser, tile, few)),
         host_lengths=config.mode == "+budget",
     )
 
