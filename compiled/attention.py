@@ -13,20 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import (
-    AuxRequest,
-    BlockMask,
-    FlexKernelOptions,
-    flex_attention,
-)
+from torch.nn.attention.flex_attention import BlockMask, FlexKernelOptions, flex_attention
 
 from dscale.compiled.kv import PAGE, Paging
-from dscale.compiled.shares import merge, shares, sub_paging
+from dscale.compiled.shares import attend_shares, shares, sub_paging
+from dscale.kernels.ops import merge_shares
 
 VERIFY_TILE = 16
 """Rows a request may verify in one pass: one anchor and 15 candidates (paper, section II)."""
@@ -210,35 +206,31 @@ def attend(
 ) -> Tensor:
     """Attend query tiles `[N, H / G, G * T, E]` (see `tile_heads`) to their requests' pages; the
     result goes back to packed rows, `[R, H * E]`. All but queries and pool as `view` gives it."""
-    (num_rows,), height = rows.lane_R.shape, rows.row_NT.shape[1]
+    (num_rows,), (lanes, height) = rows.lane_R.shape, rows.row_NT.shape
     head_dim, shared = q_NXQE.shape[3], q_NXQE.shape[2] // height
     num_heads = q_NXQE.shape[1] * shared
     group = num_heads // pool[0].shape[1]
-
-    def cells(tiles: Tensor) -> Tensor:
-        split = (tiles.shape[0], num_heads // shared, shared, height, tiles.shape[3])
-        return tiles.view(split).permute(0, 3, 1, 2, 4)
-
-    if isinstance(seen, Tensor):
-        out = cells(gathered_attention(q_NXQE, pool, paging, seen))
-        return out[rows.lane_R, rows.tile_row_R].reshape(num_rows, num_heads * head_dim)
-    key, value = (x.transpose(0, 1)[None] for x in pool)
-    flex: Callable[..., Any] = flex_attention
-    if q_NXQE.device.type != "cpu":
-        flex = compiled_flex
-    tables = seen.tables if isinstance(seen, SharedTables) else seen
-    settings: dict[str, Any] = {
-        "block_mask": block_mask(tables, paging, tile, group),
-        "enable_gqa": shared != group,
-        "kernel_options": kernel_options(tile, group, q_NXQE),
-    }
     if isinstance(seen, SharedTables):
-        tiles, aux = flex(q_NXQE, key, value, return_aux=AuxRequest(lse=True), **settings)
-        where = (rows.lane_R, seen.count_R, rows.tile_row_R)
-        out = merge(cells(tiles), cells(aux.lse[..., None]), *where)
+        mask = block_mask(seen.tables, paging, tile, group)
+        options = kernel_options(tile, group, q_NXQE)
+        parts = attend_shares(q_NXQE, pool, mask, options)
+        return merge_shares(*parts, rows.lane_R, seen.count_R, rows.tile_row_R, height)
+    if isinstance(seen, Tensor):
+        out = gathered_attention(q_NXQE, pool, paging, seen)
     else:
-        out = cells(flex(q_NXQE, key, value, **settings))[rows.lane_R, rows.tile_row_R]
-    return out.reshape(num_rows, num_heads * head_dim)
+        mask = block_mask(seen, paging, tile, group)
+        key, value = (x.transpose(0, 1)[None] for x in pool)
+        flex = flex_attention if q_NXQE.device.type == "cpu" else compiled_flex
+        out = flex(
+            q_NXQE,
+            key,
+            value,
+            block_mask=mask,
+            enable_gqa=shared != group,
+            kernel_options=kernel_options(tile, group, q_NXQE),
+        )
+    out = out.view(lanes, num_heads // shared, shared, height, head_dim).permute(0, 3, 1, 2, 4)
+    return out[rows.lane_R, rows.tile_row_R].reshape(num_rows, num_heads * head_dim)
 
 
 def kernel_options(tile: Tile, group: int, query: Tensor) -> FlexKernelOptions:

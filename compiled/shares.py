@@ -1,16 +1,18 @@
-"""Keys of few lanes shared out among sub-lanes: which pages each reads, and attention over a lane
-from attention over its shares.
+"""Keys of few lanes shared out among sub-lanes: which pages each reads, and FlexAttention's own
+log-sum-exps.
 
-Shapes: N lanes, X sub-lanes, L pages of a lane, P physical pages, R rows, T tile rows, K tiles of
-heads, G heads of a tile, E head_dim."""
+Shapes: N lanes, X sub-lanes, L pages of a lane, P physical pages, K KV heads, Q rows of a tile, E
+head_dim, S keys."""
 
 from __future__ import annotations
 
-from math import inf
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._higher_order_ops.flex_attention import flex_attention
+from torch.nn.attention.flex_attention import BlockMask
 
 from dscale.compiled.kv import PAGE, Paging
 
@@ -79,24 +81,50 @@ def ceil_div(a: Tensor, b: Tensor) -> Tensor:
     return (a + b - 1) // b
 
 
-def merge(
-    out_XTKGE: Tensor, lse_XTKG1: Tensor, start_R: Tensor, count_R: Tensor, tile_row_R: Tensor
-) -> Tensor:
-    """Rows `[R, K, G, E]` of attention over all keys, from attention over each share of them.
+def attend_shares(
+    q_XKQE: Tensor,
+    pool: tuple[Tensor, Tensor],
+    block_mask: BlockMask,
+    options: Mapping[str, Any],
+) -> tuple[Tensor, Tensor]:
+    """Attention of sub-lanes `[X, K, Q, E]` and its log-sum-exps `[X, K, Q]`, float32 in base 2,
+    -inf where a row saw no key (the result is 0 there). `pool` `[S, K, E]`; `options` of
+    FlexAttention's kernel."""
+    key, value = (x.transpose(0, 1)[None] for x in pool)
+    flex = _flex if q_XKQE.device.type == "cpu" else _compiled_flex
+    return flex(q_XKQE, key, value, block_mask, dict(options))
 
-    `out_XTKGE`: a sub-lane's own result; `lse_XTKG1` float32: the log-sum-exp of its scores, -inf
-    where it saw no key. Such a share counts nothing, and where no share saw any, the result is 0.
-    `start_R`, `count_R`: the row's sub-lanes. Computed in float32, returned in the dtype of `out`.
-    """
-    index_P = torch.arange(out_XTKGE.shape[0], device=start_R.device)
-    # Past a row's sub-lanes the last one again, which is in the cache.
-    part_RP = start_R[:, None] + torch.minimum(index_P, count_R[:, None] - 1)
-    is_own = (index_P < count_R[:, None])[..., None, None, None]
-    cell = (part_RP, tile_row_R[:, None])
-    # At full width from here on, or Inductor makes more than one kernel of it.
-    lse = torch.where(is_own, lse_XTKG1[cell], -inf).expand(-1, -1, -1, -1, out_XTKGE.shape[-1])
-    top = lse.amax(1, keepdim=True)
-    weight = torch.exp(lse - torch.where(top == -inf, 0.0, top))
-    total = weight.sum(1)
-    term = torch.where(lse == -inf, 0.0, weight * out_XTKGE[cell].float())
-    return (term.sum(1) / torch.where(total == 0, 1.0, total)).to(out_XTKGE.dtype)
+
+def _flex(
+    query: Tensor, key: Tensor, value: Tensor, block_mask: BlockMask, options: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    # torch's own function multiplies them by ln 2, which is a kernel more.
+    if torch.compiler.is_dynamo_compiling():
+        for x in (query, key, value):
+            torch._dynamo.mark_static(x, -3)
+            torch._dynamo.mark_static(x, -1)
+    kernel_options = {**_OPTIONS, **options}
+    scale = query.shape[-1] ** -0.5
+    out, lse, _ = flex_attention(
+        query, key, value, _as_it_is, block_mask.as_tuple(), scale, kernel_options
+    )
+    return out, lse
+
+
+def _as_it_is(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return score
+
+
+_OPTIONS: dict[str, Any] = {
+    "BACKEND": "AUTO",
+    "PRESCALE_QK": False,
+    "ROWS_GUARANTEED_SAFE": False,
+    "BLOCKS_ARE_CONTIGUOUS": False,
+    "WRITE_DQ": True,
+    "OUTPUT_LOGSUMEXP": True,
+    "OUTPUT_MAX": False,
+}
+"""What torch's own function adds to the options it is given."""
+
+# Inlined when a layer is compiled.
+_compiled_flex = torch.compile(_flex, dynamic=True)
