@@ -150,7 +150,8 @@ def layer(
 
 def _flat(shared: Shared) -> list[Tensor]:
     """What a pass brings: what each row has first, then what each lane or sub-lane has."""
-    seen, counts = shared.seen, list[Tensor]()
+    counts: list[Tensor] = []
+    seen = shared.seen
     if isinstance(seen, SharedTables):
         counts.append(seen.count_R)
         seen = seen.tables
