@@ -20,24 +20,26 @@ def capture(stage: nn.Module) -> Callable[..., Any]:
     calls.
 
     The stage reads and writes fixed-address buffers only and returns nothing, so each bucket is
-    one recording. `fullgraph` makes a graph break an error rather than a slow step. A stage with a
-    method `tile_for` has a graph for each tile it gives for the lanes of a step, so that none is
-    an alternative that the other's calls have to look at first."""
+    one recording. A stage with a method `tile_for` is compiled once for each tile it has for the
+    lanes of a step, by functions that know nothing of each other."""
     tile_for = getattr(stage, "tile_for", None)
     if tile_for is None:
-        return _graph(stage)
-    graphs: dict[object, Callable[..., Any]] = {}
+        return compiled(stage)
+    functions: dict[object, Callable[..., Any]] = {}
 
     def run(requests: Any, step: Any, *rest: Any) -> None:
         tile = tile_for(step.slot_N.shape[0])
-        if tile not in graphs:
-            graphs[tile] = _graph(stage)
-        graphs[tile](requests, step, *rest)
+        if tile not in functions:
+            functions[tile] = compiled(stage)
+        functions[tile](requests, step, *rest)
 
     return run
 
 
-def _graph(stage: nn.Module) -> Callable[..., Any]:
+def compiled(stage: nn.Module) -> Callable[..., Any]:
+    """A stage as one function that is compiled at its first call, and recorded at the next ones.
+
+    `fullgraph` makes a graph break an error rather than a slow step."""
     function: Callable[..., Any] = torch.compile(
         own_forward(stage), mode="reduce-overhead", fullgraph=True
     )

@@ -4,6 +4,8 @@ Shapes: N lanes, W block size, C = W - 1 candidates, D hidden, V vocabulary, M p
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
@@ -46,11 +48,11 @@ class Decide(nn.Module):
         self.rows, self.predictor, self.seed = rows, predictor, seed
         block = drafter.config.block_size
         self.tile = Tile(height=block, causal=False, flex=flex)
-        self.few = Tile(height=block, causal=False, flex=flex, parts=parts)
+        self.few = replace(self.tile, parts=parts) if parts else None
 
     def tile_for(self, lanes: int) -> Tile:
         """The tile of a step of so many lanes; there is a graph for each tile (`capture`)."""
-        return self.tile if lanes > FEW_LANES else self.few
+        return self.tile if self.few is None or lanes > FEW_LANES else self.few
 
     def forward(self, requests: Requests, step: Step, packed: Packed | None = None) -> None:
         """Candidates; with scores also `step.length_N`; and with `packed`, at least W * N rows,

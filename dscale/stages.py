@@ -47,11 +47,9 @@ def verify_tile(config: EngineConfig, rows: int, flex: bool) -> Tile:
     return Tile(height=height, flex=flex)
 
 
-def parts_of(target: Target, config: EngineConfig) -> int:
-    """Sub-lanes of a step of few lanes: some where attention is a GPU's and its tiles are packed,
-    else none."""
-    is_packed = config.mode != "dflash"
-    return PARTS if is_packed and target.inv_freq.device.type != "cpu" else 0
+def gpu(target: Target) -> bool:
+    """Whether a target is on a GPU, where steps of few lanes have their keys shared out."""
+    return target.inv_freq.device.type != "cpu"
 
 
 def build_stages(
@@ -73,7 +71,8 @@ def build_stages(
         split_products(target, drafter)
     shared = (target, pool, drafter, draft_pool)
     wrap: Callable[[Any], Stage] = capture if captured else _as_is
-    parts = parts_of(target, config) if flex else 0
+    # The control keeps the paper's tile.
+    parts = PARTS if flex and gpu(target) and config.mode != "dflash" else 0
     rows = 1 if drafter is None else config.uniform_rows(drafter.config.block_size)
     decide = None
     if drafter is not None and draft_pool is not None and (config.adaptive or rows > 1):
