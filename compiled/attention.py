@@ -7,7 +7,7 @@ one tile of G * T rows, head major (tile row q = g * T + t), so that keys and va
 (docs/design.md, "Tiles"). A per-head tile, for comparison, keeps the heads apart.
 
 Shapes: N lanes, T tile height, R rows, H query heads, K KV heads, G = H / K, E head_dim, P pages,
-S keys."""
+L pages of a lane, S keys, X sub-lanes."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, FlexKernelOptions, flex_attention
 
 from dscale.compiled.kv import PAGE, Paging
+from dscale.compiled.shares import attend_shares, shares, sub_paging
+from dscale.kernels.ops import merge_shares
 
 VERIFY_TILE = 16
 """Rows a request may verify in one pass: one anchor and 15 candidates (paper, section II)."""
@@ -40,7 +42,10 @@ class Rows(NamedTuple):
 
     `position_R`: absolute position. `slot_R`: pool slot the row's key and value go to (scratch for
     padding). `lane_R`, `tile_row_R`: the tile cell that holds the row. `row_NT`: the row in each
-    tile cell (any valid row where the cell is empty; its output is read by nobody)."""
+    tile cell (any valid row where the cell is empty; its output is read by nobody).
+
+    With sub-lanes (`view`) the tiles are theirs, copies of their lanes', and `lane_R` is the first
+    sub-lane of the row's lane."""
 
     position_R: Tensor
     slot_R: Tensor
@@ -57,13 +62,20 @@ class Tile:
     sees positions < context + T (the draft block, which is bidirectional). `flex`: FlexAttention,
     else gathered pages and SDPA. `per_head`: a tile for each query head instead of one for each
     group. `block`: rows of a query block, None for what the tile needs (both matter to
-    FlexAttention only)."""
+    FlexAttention only). `parts`: sub-lanes that share the keys of all lanes, at least as many as
+    lanes (FlexAttention only); 0: each lane's keys are read by one program a KV head."""
 
     height: int
     causal: bool = True
     flex: bool = True
     per_head: bool = False
     block: int | None = None
+    parts: int = 0
+
+    def __post_init__(self) -> None:
+        if self.parts < 0 or (self.parts and not self.flex):
+            expected = "0 or more" if self.flex else "0 on the gathered route"
+            raise ValueError(f"parts: expected {expected}, got {self.parts}")
 
     def heads(self, group: int) -> int:
         """Query heads that share a tile."""
@@ -100,8 +112,11 @@ class BlockTables(NamedTuple):
     full_index: Tensor
 
 
-def block_tables(paging: Paging, tile: Tile, group: int) -> BlockTables:
+def block_tables(
+    paging: Paging, tile: Tile, group: int, held_N: Tensor | None = None
+) -> BlockTables:
     """Read the tables off the page table, without a mask evaluation and without a host read.
+    `held_N`: pages of each sub-lane, None for lanes, which have what their rows reach.
 
     The index tables span all physical pages because FlexAttention's CPU lowering demands it.
     """
@@ -109,6 +124,9 @@ def block_tables(paging: Paging, tile: Tile, group: int) -> BlockTables:
     num_blocks = -(-tile.height * tile.heads(group) // tile.q_block(group))
     full_N = paging.context_N // PAGE
     used_N = torch.clamp((paging.context_N + tile.height + PAGE - 1) // PAGE, max=logical_pages)
+    if held_N is not None:
+        full_N = torch.minimum(torch.clamp(full_N, min=0), held_N)
+        used_N = torch.minimum(torch.clamp(used_N, min=0), held_N)
     tail_NL = full_N[:, None] + torch.arange(logical_pages, device=full_N.device)
     tail_NL = torch.gather(paging.page_NL, 1, torch.clamp(tail_NL, max=logical_pages - 1).long())
 
@@ -148,13 +166,34 @@ def block_mask(tables: BlockTables, paging: Paging, tile: Tile, group: int) -> B
     )
 
 
-Visibility = BlockTables | Tensor
+class SharedTables(NamedTuple):
+    """Block tables of sub-lanes, and of how many each row's lane has, int64 `[R]`."""
+
+    tables: BlockTables
+    count_R: Tensor
+
+
+Visibility = BlockTables | SharedTables | Tensor
 """What all layers of one forward share: block tables, or the gathered route's dense mask."""
 
 
 def visibility(paging: Paging, tile: Tile, group: int) -> Visibility:
     """Work out once per forward which keys its rows see, in the form the tile's route needs."""
     return block_tables(paging, tile, group) if tile.flex else gathered_mask(paging, tile, group)
+
+
+def view(rows: Rows, paging: Paging, tile: Tile, group: int) -> tuple[Rows, Paging, Visibility]:
+    """What `tile_heads` and `attend` of all layers of one forward read: a lane for each sub-lane,
+    where the tile has any."""
+    if not tile.parts:
+        return rows, paging, visibility(paging, tile, group)
+    logical_pages = paging.page_NL.shape[1]
+    used_N = torch.clamp((paging.context_N + tile.height + PAGE - 1) // PAGE, max=logical_pages)
+    part = shares(used_N, tile.parts, logical_pages)
+    count_R, start_R = part.count_N[rows.lane_R], part.start_N[rows.lane_R]
+    rows = rows._replace(row_NT=rows.row_NT[part.lane_X], lane_R=start_R)
+    paging = sub_paging(paging, part)
+    return rows, paging, SharedTables(block_tables(paging, tile, group, part.held_X), count_R)
 
 
 def attend(
@@ -166,11 +205,16 @@ def attend(
     seen: Visibility,
 ) -> Tensor:
     """Attend query tiles `[N, H / G, G * T, E]` (see `tile_heads`) to their requests' pages; the
-    result goes back to packed rows, `[R, H * E]`."""
+    result goes back to packed rows, `[R, H * E]`. All but queries and pool as `view` gives it."""
     (num_rows,), (lanes, height) = rows.lane_R.shape, rows.row_NT.shape
     head_dim, shared = q_NXQE.shape[3], q_NXQE.shape[2] // height
     num_heads = q_NXQE.shape[1] * shared
     group = num_heads // pool[0].shape[1]
+    if isinstance(seen, SharedTables):
+        mask = block_mask(seen.tables, paging, tile, group)
+        options = kernel_options(tile, group, q_NXQE)
+        parts = attend_shares(q_NXQE, pool, mask, options)
+        return merge_shares(*parts, rows.lane_R, seen.count_R, rows.tile_row_R, height)
     if isinstance(seen, Tensor):
         out = gathered_attention(q_NXQE, pool, paging, seen)
     else:

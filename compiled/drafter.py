@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dscale.compiled.attention import Rows, Tile, visibility
+from dscale.compiled.attention import Rows, Tile, view
 from dscale.compiled.kv import KVPool, Paging, write
 from dscale.compiled.layer import PROJECTIONS, Shared, Weights, form_of, layer
 from dscale.compiled.layers import add, rotary_table
@@ -141,7 +141,7 @@ class Drafter(nn.Module):
         """
         c, x, branch = self.config, block_RD, torch.zeros_like(block_RD)
         cos, sin = rotary_table(rows.position_R, self.inv_freq, c.rope_scaling, x.dtype)
-        shared = Shared(cos, sin, rows, paging, visibility(paging, tile, self.group))
+        shared = Shared(cos, sin, *view(rows, paging, tile, self.group))
         form = form_of(c.head_dim, c.num_kv_heads, self.group, tile)
         for index in range(c.num_layers):
             weights = self.layer_weights(index)

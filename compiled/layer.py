@@ -13,7 +13,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dscale.compiled.attention import BlockTables, Rows, Tile, Visibility, attend
+from dscale.compiled.attention import (
+    BlockTables,
+    Rows,
+    SharedTables,
+    Tile,
+    Visibility,
+    attend,
+)
 from dscale.compiled.capture import own_forward
 from dscale.compiled.dependent import compile_for
 from dscale.compiled.kv import Paging
@@ -24,6 +31,9 @@ from dscale.kernels.reference_heads import rms_norm
 
 PROJECTIONS = ("qkv", "o", "gate_up", "down")
 """Weights of a layer that products of few rows read, by their names in `Layer.aids`."""
+
+ROW_TENSORS = 9
+"""How many of the tensors of a pass with sub-lanes have a row for each of its rows: the first."""
 
 
 class Weights(NamedTuple):
@@ -69,18 +79,19 @@ class Form(NamedTuple):
     flex: int
     per_head: int
     block: int
+    parts: int
 
     @property
     def tile(self) -> Tile:
         """The pass's tile."""
         flags = {name: bool(getattr(self, name)) for name in ("causal", "flex", "per_head")}
-        return Tile(self.height, block=self.block or None, **flags)
+        return Tile(self.height, block=self.block or None, parts=self.parts, **flags)
 
 
 def form_of(head_dim: int, kv_heads: int, group: int, tile: Tile) -> Form:
     """The form of a pass of a model with such heads."""
     flags = int(tile.causal), int(tile.flex), int(tile.per_head)
-    return Form(head_dim, kv_heads, group, tile.height, *flags, tile.block or 0)
+    return Form(head_dim, kv_heads, group, tile.height, *flags, tile.block or 0, tile.parts)
 
 
 def run(
@@ -139,8 +150,15 @@ def layer(
 
 
 def _flat(shared: Shared) -> list[Tensor]:
-    seen = (shared.seen,) if isinstance(shared.seen, Tensor) else shared.seen
-    return [shared.cos, shared.sin, *shared.rows, *shared.paging, *seen]
+    """What a pass brings: what each row has first, then what each lane or sub-lane has."""
+    counts: list[Tensor] = []
+    seen = shared.seen
+    if isinstance(seen, SharedTables):
+        counts.append(seen.count_R)
+        seen = seen.tables
+    masks = [seen] if isinstance(seen, Tensor) else list(seen)
+    *rows, row_NT = shared.rows
+    return [shared.cos, shared.sin, *rows, *counts, row_NT, *shared.paging, *masks]
 
 
 def _arguments(
@@ -155,7 +173,10 @@ def _arguments(
 ) -> tuple[Any, ...]:
     """Arguments of `run` from the operator's."""
     cos, sin, *rest = shared
-    seen = rest[8] if len(rest) == 9 else BlockTables(*rest[8:])
+    counts = [rest.pop(4)] if Form(*form).parts else []
+    seen: Visibility = rest[8] if len(rest) == 9 else BlockTables(*rest[8:])
+    if counts and isinstance(seen, BlockTables):
+        seen = SharedTables(seen, *counts)
     packed = Shared(cos, sin, Rows(*rest[:5]), Paging(*rest[5:8]), seen)
     w: Any = Weights(*weights)  # type: ignore[arg-type]
     return x, branch, packed, w, (key_pool, value_pool), eps, Form(*form)
@@ -171,11 +192,13 @@ def run_compiled(
     form: Form,
 ) -> tuple[Tensor, Tensor]:
     """`run`, compiled once for any number of rows, lanes or tiles: the first dimensions of what a
-    pass brings. Other dimensions are fixed."""
+    pass brings, but for sub-lanes. Other dimensions are fixed."""
     moving = [x, branch, *_flat(shared)]
-    for tensor in moving:
-        torch._dynamo.maybe_mark_dynamic(tensor, 0)
-        torch._dynamo.mark_static(tensor, list(range(1, tensor.ndim)))
+    rows = ROW_TENSORS if form.parts else len(moving)
+    for index, tensor in enumerate(moving):
+        if index < rows:
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        torch._dynamo.mark_static(tensor, list(range(index < rows, tensor.ndim)))
     fixed = [*pool, *(t for t in w if t is not None)]
     shapes = [*((*t.shape[1:], t.is_contiguous()) for t in moving), *(t.shape for t in fixed)]
     signature = (x.device, x.dtype, *map(tuple, shapes), *(t is None for t in w))

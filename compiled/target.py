@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dscale.compiled.attention import Rows, Tile, visibility
+from dscale.compiled.attention import Rows, Tile, view
 from dscale.compiled.kv import KVPool, Paging
 from dscale.compiled.layer import PROJECTIONS, Shared, Weights, form_of, layer
 from dscale.compiled.layers import add, frozen, rotary_table
@@ -163,7 +163,7 @@ class Target(nn.Module):
         1]`), or None without taps."""
         x = self.embed(token_R)
         cos, sin = rotary_table(rows.position_R, self.inv_freq, self.config.rope_scaling, x.dtype)
-        shared = Shared(cos, sin, rows, paging, visibility(paging, tile, self.group))
+        shared = Shared(cos, sin, *view(rows, paging, tile, self.group))
         branch = torch.zeros_like(x)
         tapped: dict[int, Tensor] = {}
         for index, own in enumerate(self.layers):

@@ -107,6 +107,7 @@ def operator_arguments() -> dict[str, tuple[Any, ...]]:
     shapes = ((24, 12, 16), (16,), (16,), (24, 1, 8), (24, 1, 8))
     heads = [torch.randn(shape, generator=generator) for shape in shapes]
     pools = torch.zeros(2, 24, 2, 16)
+    out, lse = (torch.randn(4, 2, 64, *e, generator=generator) for e in ((16,), ()))
     cell_NT = torch.arange(48).view(3, 16) % 24
     return {
         "row_statistics": (torch.randn(5, 1000, generator=generator),),
@@ -115,6 +116,7 @@ def operator_arguments() -> dict[str, tuple[Any, ...]]:
         "pack_rows": (length_N, candidate_NC, candidate_NC[:, 0], limit_N, page_NL, 24, 128),
         "accept_prefix": (candidate_NC, length_N, offset_N, choice_M),
         "tile_heads": (*heads, cell_NT, torch.arange(24), *pools, 4, 1e-6),
+        "merge_shares": (out, lse, offset_N // 12, torch.tensor([1, 1, 3]), length_N.long(), 16),
     }
 
 

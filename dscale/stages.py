@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from dscale.compiled.packed import turns
 from dscale.compiled.predictor import Predictor
 from dscale.compiled.prefill import Prefill, PromptPass
 from dscale.compiled.sampling import Chooser
+from dscale.compiled.shares import PARTS
 from dscale.compiled.target import Target
 from dscale.compiled.verify import Verify
 from dscale.config import EngineConfig
@@ -45,6 +47,11 @@ def verify_tile(config: EngineConfig, rows: int, flex: bool) -> Tile:
     return Tile(height=height, flex=flex)
 
 
+def gpu(target: Target) -> bool:
+    """Whether a target is on a GPU, where steps of few lanes have their keys shared out."""
+    return target.inv_freq.device.type != "cpu"
+
+
 def build_stages(
     target: Target,
     drafter: Drafter | None,
@@ -64,6 +71,8 @@ def build_stages(
         split_products(target, drafter)
     shared = (target, pool, drafter, draft_pool)
     wrap: Callable[[Any], Stage] = capture if captured else _as_is
+    # The control keeps the paper's tile.
+    parts = PARTS if flex and gpu(target) and config.mode != "dflash" else 0
     rows = 1 if drafter is None else config.uniform_rows(drafter.config.block_size)
     decide = None
     if drafter is not None and draft_pool is not None and (config.adaptive or rows > 1):
@@ -76,13 +85,16 @@ def build_stages(
                 predictor=predictor,
                 seed=config.budget_seed,
                 flex=flex,
+                parts=parts,
             )
         )
+    tile = verify_tile(config, rows, flex)
+    few = dataclasses.replace(tile, parts=parts) if parts else None
     return Stages(
         prefill=Prefill(prompt or PromptPass(*shared, flex), target, chooser),
         decide=decide,
         anchors=wrap(Anchors()) if config.adaptive else None,
-        verify=wrap(Verify(*shared, rows, chooser, verify_tile(config, rows, flex))),
+        verify=wrap(Verify(*shared, rows, chooser, tile, few)),
         host_lengths=config.mode == "+budget",
     )
 

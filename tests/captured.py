@@ -19,7 +19,8 @@ SETTINGS: list[dict[str, Any]] = [{}, SAMPLED]
 
 
 def rows(count: int) -> dict[str, Tensor]:
-    return left_padded([prompt(n) for n in LENGTHS[:count]], pad=VOCAB - 1)
+    lengths = (LENGTHS * count)[:count]
+    return left_padded([prompt(n) for n in lengths], pad=VOCAB - 1)
 
 
 class EveryBucket(AutoBudget):
@@ -74,9 +75,9 @@ class Pair:
         overrule(patch, texts, device=self.device, **settings)
 
 
-def like(count: int, **settings: Any) -> list[Request]:
+def like(count: int, new: int = 60, **settings: Any) -> list[Request]:
     """Requests that need what those of a call need, for warming up."""
     how: dict[str, Any] = {}
     if settings.get("do_sample"):
         how = {"temperature": 1.0, "top_k": settings["top_k"], "top_p": settings["top_p"]}
-    return [Request(prompt=[0] * 130, max_new_tokens=60, **how) for _ in range(count)]
+    return [Request(prompt=[0] * 130, max_new_tokens=new, **how) for _ in range(count)]

@@ -13,11 +13,13 @@ from captured import SAMPLED, EveryBucket, Pair, like
 from torch import Tensor, nn
 
 import dscale
+import dscale.compiled.capture
 import dscale.core
 import dscale.stages
 import dscale.timing
 from dscale.compiled.capture import own_forward, own_trees
 from dscale.compiled.prefill import PromptPass
+from dscale.compiled.shares import PARTS
 from dscale.core import Core
 from dscale.timing import Runner
 
@@ -51,7 +53,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         # In a CUDA build of torch 2.11 this crashes on a thread of its own when there is no GPU.
         guard = "_ensureCUDADeviceGuardSet"
         monkeypatch.setattr(torch._C, guard, lambda: None, raising=False)
-    monkeypatch.setattr(dscale.stages, "capture", trace)
+    monkeypatch.setattr(dscale.compiled.capture, "compiled", trace)
     monkeypatch.setattr(dscale.stages, "PromptPass", gathered)
     monkeypatch.setattr(dscale.timing, "CAPTURE_RUNS", 1)
     monkeypatch.setattr(Runner, "milliseconds", milliseconds)
@@ -113,6 +115,45 @@ def test_warm_up_compiles_each_stage_once(
             assert torch.equal(got, want[:count, want.shape[1] - got.shape[1] :])
         assert sorted(graphs) == stages
         assert spec.stats.tokens_per_pass > 1 or budget is None
+
+
+@pytest.mark.parametrize(
+    ("mode", "budget", "parted"),
+    [("dscale", 3, True), ("ar", None, True), ("dflash", 5, False)],
+)
+def test_few_lanes_and_many_have_graphs_that_know_nothing_of_each_other(
+    mode: str,
+    budget: Any,
+    parted: bool,
+    graphs: list[str],
+    pair: Pair,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Steps of few lanes share keys out, on a GPU; here, told to."""
+    monkeypatch.setattr(dscale.stages, "gpu", lambda target: True)
+    shared: list[int] = []
+    merge = dscale.compiled.attention.merge_shares
+
+    def counted(*arguments: Any) -> Tensor:
+        shared.append(arguments[0].shape[0])
+        return merge(*arguments)
+
+    monkeypatch.setattr(dscale.compiled.attention, "merge_shares", counted)
+    want = pair.want(9, max_new_tokens=NEW)
+    if mode != "ar":
+        pair.overrule(monkeypatch, want)
+    stages = ["Verify"] if mode == "ar" else ["Decide", "Verify"]
+    with pair.attach(mode=mode, budget=budget, pool_tokens=20 * 128) as spec:
+        spec.engine.warm_up(like(9, new=NEW))
+        compiled = sorted(graphs)
+        assert compiled == sorted(stages * (1 + parted))
+        for count in (9, 2, 5, 1):
+            before = len(shared)
+            got = pair.got(count, max_new_tokens=NEW)
+            assert torch.equal(got, want[:count, want.shape[1] - got.shape[1] :]), count
+            assert count > 8 or (len(shared) > before) is parted, count
+        assert sorted(graphs) == compiled
+    assert set(shared) == ({PARTS} if parted else set())
 
 
 def test_ways_of_choosing_tokens_do_not_share_a_compile_limit(

@@ -12,7 +12,7 @@ from torch import Tensor
 from dscale.kernels import ops
 
 NAMES = ["row_statistics", "argmax", "allocate_budget", "pack_rows", "accept_prefix"]
-NAMES += ["tile_heads", "linear"]
+NAMES += ["tile_heads", "merge_shares", "linear"]
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])]
 
@@ -44,6 +44,11 @@ def arguments(name: str, lanes: int, device: str = "cpu") -> tuple[Any, ...]:
             *(torch.randn(9 * lanes, 2, 16, generator=generator) for _ in range(2)),
             4,
             1e-6,
+        ),
+        "merge_shares": (
+            torch.randn(2 * lanes, 2, 48, 16, generator=generator),
+            torch.randn(2 * lanes, 2, 48, generator=generator),
+            *(torch.arange(lanes) * 2, torch.full((lanes,), 2), candidate[:, 0], 16),
         ),
         "linear": (
             torch.randn(lanes, 32, generator=generator),
@@ -196,6 +201,14 @@ REFUSED: list[tuple[str, int, Any, str]] = [
     ("tile_heads", 8, torch.ones(35, 2, 16), "value_pool"),
     ("tile_heads", 9, 3, "shared"),
     ("tile_heads", 10, -1.0, "eps"),
+    ("merge_shares", 0, torch.ones(8, 2, 48), "out"),
+    ("merge_shares", 0, torch.ones(8, 2, 48, 16).long(), "out"),
+    ("merge_shares", 1, torch.ones(8, 2, 47), "lse"),
+    ("merge_shares", 1, torch.ones(8, 2, 48).bfloat16(), "lse"),
+    ("merge_shares", 2, torch.zeros(4).int(), "first"),
+    ("merge_shares", 3, torch.ones(3).long(), "count"),
+    ("merge_shares", 4, torch.zeros(4, 1).long(), "tile_row"),
+    ("merge_shares", 5, 5, "height"),
 ]
 
 

@@ -99,13 +99,17 @@ def arguments(name: str, lanes: int, dtype: torch.dtype) -> tuple[Any, ...]:
             *(heads, norm, norm, half, half, cell, torch.arange(8 * lanes)),
             *(heads[:, :3].contiguous(), heads[:, :3].contiguous(), 3, 1e-6),
         ),
+        "merge_shares": (
+            torch.zeros(lanes, 3, 48, 128, dtype=dtype),
+            *(torch.zeros(lanes, 3, 48), longs, longs, longs, 16),
+        ),
         "linear": (heads[0], heads[0], None, ints, Plan(64, 64, 64, 4, 3, 4)),
         "clear_pages": (longs, 1, 4096),
     }[name]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here the kernels are compiled anyway")
-@pytest.mark.parametrize("name", [*NAMES, "tile_heads", "linear", "clear_pages"])
+@pytest.mark.parametrize("name", [*NAMES, "tile_heads", "merge_shares", "linear", "clear_pages"])
 def test_kernels_compile_for_an_h200(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiler refuses what the interpreter lets pass."""
     module = import_module(f"dscale.kernels.{name}")
