@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dscale.compiled.dependent import compile_for
+
 
 def capture(stage: nn.Module) -> Callable[..., Any]:
     """Compile a stage with CUDA graphs; every new bucket of input shapes is captured at its first
@@ -40,10 +42,9 @@ def compiled(stage: nn.Module) -> Callable[..., Any]:
     """A stage as one function that is compiled at its first call, and recorded at the next ones.
 
     `fullgraph` makes a graph break an error rather than a slow step."""
-    function: Callable[..., Any] = torch.compile(
-        own_forward(stage), mode="reduce-overhead", fullgraph=True
-    )
-    return function
+    weight = next(stage.parameters(), None)
+    device = None if weight is None else weight.device
+    return compile_for(own_forward(stage), device, mode="reduce-overhead")
 
 
 def own_forward(stage: nn.Module) -> Callable[..., Any]:
@@ -51,18 +52,15 @@ def own_forward(stage: nn.Module) -> Callable[..., Any]:
 
     Compiled code is kept, and its number limited, per function: stages of one class, say for
     greedy and for sampled requests, would use up one another's limit."""
-    return types.MethodType(own_function(type(stage).forward), stage)
-
-
-def own_function(function: Any) -> Callable[..., Any]:
-    """The same function, with code of its own."""
-    return types.FunctionType(
-        function.__code__.replace(),
-        function.__globals__,
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
+    shared: Any = type(stage).forward
+    own = types.FunctionType(
+        shared.__code__.replace(),
+        shared.__globals__,
+        shared.__name__,
+        shared.__defaults__,
+        shared.__closure__,
     )
+    return types.MethodType(own, stage)
 
 
 def fixed(tensor: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dscale.compiled.attention import (
     BlockTables,
@@ -21,7 +21,8 @@ from dscale.compiled.attention import (
     Visibility,
     attend,
 )
-from dscale.compiled.capture import own_function
+from dscale.compiled.capture import own_forward
+from dscale.compiled.dependent import compile_for
 from dscale.compiled.kv import Paging
 from dscale.compiled.layers import add, swiglu
 from dscale.compiled.packed import linear
@@ -200,18 +201,34 @@ def run_compiled(
         torch._dynamo.mark_static(tensor, list(range(index < rows, tensor.ndim)))
     fixed = [*pool, *(t for t in w if t is not None)]
     shapes = [*((*t.shape[1:], t.is_contiguous()) for t in moving), *(t.shape for t in fixed)]
-    signature = (x.device, x.dtype, *map(tuple, shapes), *(t is None for t in w), eps, form)
+    signature = (x.device, x.dtype, *map(tuple, shapes), *(t is None for t in w))
     # Below autograd in every call: the first one of a stage is anyway, as AOT autograd watches it,
     # and what was compiled there would be compiled anew at the next, while that is recorded.
     with torch._C._AutoDispatchBelowADInplaceOrView():
-        return _compiled(signature)(x, branch, shared, w, pool, eps, form)
+        return _compiled(signature, eps, form)(x, branch, shared, w, pool)
+
+
+class Code(nn.Module):
+    """`run` with what is fixed. As arguments these numbers would become symbols where forms
+    differ; those of a module are constants to whoever traces it."""
+
+    def __init__(self, eps: float, form: Form) -> None:
+        super().__init__()
+        self.eps, self.form = eps, form
+
+    def forward(
+        self, x: Tensor, branch: Tensor, shared: Shared, w: Weights, pool: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """`run`."""
+        return run(x, branch, shared, w, pool, self.eps, self.form)
 
 
 @functools.cache
-def _compiled(signature: tuple[object, ...]) -> Callable[..., tuple[Tensor, Tensor]]:
+def _compiled(
+    signature: tuple[torch.device, *tuple[object, ...]], eps: float, form: Form
+) -> Callable[..., tuple[Tensor, Tensor]]:
     """A layer's code for what `signature` tells apart, compiled at its first call."""
-    function: Callable[..., Any] = torch.compile(own_function(run), fullgraph=True)
-    return function
+    return compile_for(own_forward(Code(eps, form)), signature[0])
 
 
 def _on_cpu(*args: Any) -> tuple[Tensor, Tensor]:

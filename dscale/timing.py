@@ -1,5 +1,5 @@
-"""Step times, measured on the idle slot when nothing is decoded: captured buckets on a GPU, a line
-through a few eager passes on a CPU."""
+"""Step times, measured between requests: captured buckets on a GPU, a line through a few eager
+passes on a CPU."""
 
 from __future__ import annotations
 
@@ -26,6 +26,9 @@ CAPTURE_RUNS = 3
 """Calls until a bucket replays: one runs, one records, one replays."""
 
 TIMED_RUNS, EAGER_RUNS = 5, 2
+ENDLESS = 1 << 20
+"""Tokens a lane may still emit."""
+
 LONG_CONTEXT = 1024
 
 
@@ -64,10 +67,11 @@ class LinearCosts:
 
 
 class Runner:
-    """Runs steps of dead lanes, which compute as much as live ones and commit nothing.
+    """Runs steps that no request takes part in.
 
-    `alone`: no request is placed, so that every lane can be a slot with pages of its own; else all
-    lanes are the idle slot, whose pages come from the GPU's cache after the first."""
+    `alone`: no request is placed, so that every lane can be a live slot with pages of its own.
+    Else all lanes are the idle slot: they compute as much and commit nothing, but their rows are
+    all the same one, and a GPU is faster at that."""
 
     def __init__(self, workspace: Workspace, stages: Stages, alone: bool) -> None:
         self.workspace, self.stages, self.alone = workspace, stages, alone
@@ -75,7 +79,11 @@ class Runner:
     def slots(self, lanes: int) -> list[int]:
         """The slots of a step's lanes."""
         idle = self.workspace.max_requests
-        return list(range(lanes)) if self.alone and lanes <= idle else [idle] * lanes
+        return list(range(lanes)) if self.live(lanes) else [idle] * lanes
+
+    def live(self, lanes: int) -> bool:
+        """Whether a step has live slots."""
+        return self.alone and lanes <= self.workspace.max_requests
 
     def step(self, lanes: int, rows: int | None) -> None:
         """A drafted step of `rows` packed rows, with 0 a plain one, with None a uniform one."""
@@ -89,6 +97,8 @@ class Runner:
             return
         decide = self.stages.decide if rows else self.stages.anchors
         assert decide is not None
+        if rows:
+            self.workspace.make_room(step, rows, -(-rows // lanes))
         packed = self.workspace.packed(lanes, lanes * VERIFY_TILE)
         if rows and self.stages.host_lengths:
             decide(requests, step)
@@ -97,7 +107,8 @@ class Runner:
         self.stages.verify(requests, step, self.workspace.packed(lanes, rows or lanes))
 
     def at_context(self, lanes: int, context: int) -> int:
-        """Let the lanes read whole pages, up to `context` tokens each; returns how many.
+        """Let the lanes read whole pages, up to `context` tokens each; returns how many. Live ones
+        begin at a token each.
 
         The pages may be anyone's; what is written goes to the scratch page, each lane's last."""
         w = self.workspace
@@ -110,8 +121,19 @@ class Runner:
             page = torch.arange(1 + row * pages, 1 + (row + 1) * pages)
             host.page_SL[row, :pages] = page.int()
             host.logical_SP[row, page] = torch.arange(pages, dtype=torch.int32)
+        if self.live(lanes):
+            tokens = torch.Generator().manual_seed(lanes)
+            host.anchor_S.random_(w.vocab_size, generator=tokens)
+            host.remaining_S.fill_(ENDLESS)
+            host.live_S.fill_(True)
         w.upload(slots)
         return pages * PAGE
+
+    def rest(self, lanes: int) -> None:
+        """Leave the slots of so many lanes as they are before a request."""
+        slots = sorted(set(self.slots(lanes)))
+        self.workspace.host_requests(len(slots))
+        self.workspace.upload(slots)
 
     def milliseconds(self, lanes: int, rows: int | None) -> float:
         """Median time of a step, on the GPU's own clock where there is one."""
@@ -173,6 +195,7 @@ def capture_buckets(
         fast = runner.milliseconds(count, rows)
         per_token = max(0.0, slow - fast) / (count * (far - near)) if far > near else 0.0
         costs.table[count, rows] = Cost(fast, per_token)
+    runner.rest(max(count for count, _ in wanted))
 
 
 def capture_prompts(workspace: Workspace, prompt: Stage, prefill_chunk: int) -> None:

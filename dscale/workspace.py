@@ -56,6 +56,7 @@ class Workspace:
         self.num_pages, self.pages_per_request = num_pages, pages_per_request
         self.stop_ids, self.seen = stop_ids, seen
         c = target.config
+        self.vocab_size = c.vocab_size
         self.pool = KVPool(c.num_layers, num_pages, c.num_kv_heads, c.head_dim, dtype, device)
         self.draft_pool = None
         if drafter is not None:

@@ -12,7 +12,7 @@ from torch import nn
 import dscale.compiled.capture
 import dscale.compiled.layer
 import dscale.core
-from dscale.compiled.capture import own_forward, own_function
+from dscale.compiled.capture import own_forward
 from dscale.compiled.prefill import PromptPass
 from dscale.policy import MULTIPLES
 from dscale.prefill import TILES
@@ -52,12 +52,12 @@ def test_the_captured_run_equals_the_eager_one_and_plain_decoding(
     monkeypatch.setattr(dscale.compiled.capture, "own_forward", remembered)
     layers: list[Any] = []
 
-    def remember(function: Any) -> Callable[..., Any]:
-        layers.append(own_function(function))
+    def remember(code: nn.Module) -> Callable[..., Any]:
+        layers.append(own_forward(code))
         return layers[-1]
 
     dscale.compiled.layer._compiled.cache_clear()
-    monkeypatch.setattr(dscale.compiled.layer, "own_function", remember)
+    monkeypatch.setattr(dscale.compiled.layer, "own_forward", remember)
     stops = [int(want[0, 130 + 11]), int(want[2, 130 + 5])]
     for captured in (False, True):
         with pair.attach(mode=mode, budget=budget, capture=captured) as spec:

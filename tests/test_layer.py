@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import test_target
 import torch
 from paged import shuffled_paging
 from test_target import NUM_PAGES, PAGES, check_all, pool_of
@@ -13,10 +14,10 @@ from torch import Tensor
 
 import dscale.compiled.layer
 from dscale.compiled.attention import Rows, Tile
-from dscale.compiled.capture import own_forward, own_function
+from dscale.compiled.capture import own_forward
 from dscale.compiled.flow import uniform_rows
 from dscale.compiled.kv import Paging
-from dscale.compiled.layer import Shared, run, run_compiled
+from dscale.compiled.layer import Code, Shared, run, run_compiled
 from dscale.load import build_target
 
 
@@ -28,19 +29,26 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
     functions: dict[object, Any] = {}
     aot_eager = torch._dynamo.lookup_backend("aot_eager")
 
-    def compile_once(signature: object) -> Callable[..., Any]:
+    def compile_once(*signature: Any) -> Callable[..., Any]:
         def backend(graph: Any, inputs: Any) -> Any:
             signatures.append(signature)
+            inputs_of = graph.graph.find_nodes(op="placeholder")
+            sources = [n.meta["grapharg"].source.name for n in inputs_of if "grapharg" in n.meta]
+            assert sources
+            named = [str(name() if callable(name) else name) for name in sources]
+            assert not any("form" in name or "eps" in name for name in named), named
             return aot_eager(graph, inputs)
 
         if signature not in functions:
-            own = own_function(run)
+            own = own_forward(Code(*signature[1:]))
             functions[signature] = torch.compile(own, fullgraph=True, backend=backend)
         function: Callable[..., Any] = functions[signature]
         return function
 
     def as_allocated(x: Tensor, branch: Tensor, shared: Shared, *rest: Any) -> Any:
         """With the strides that compiled code gives tables of one row a position."""
+        if torch.compiler.is_compiling():
+            return run(x, branch, shared, *rest)
         cos, sin = (t.as_strided(t.shape, (t.shape[2], t.numel(), 1)) for t in shared[:2])
         return run_compiled(x, branch, shared._replace(cos=cos, sin=sin), *rest)
 
@@ -54,8 +62,14 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama"])
-def test_one_compile_for_all_layers_and_sizes(family: str, compiled: list[object]) -> None:
+@pytest.mark.parametrize(("family", "parts"), [("qwen3", 0), ("llama", 0), ("qwen3", 16)])
+def test_one_compile_for_all_layers_and_sizes(
+    family: str, parts: int, compiled: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def tile(height: int, flex: bool) -> Tile:
+        return Tile(height=height, flex=flex, parts=parts if height == 16 else 0)
+
+    monkeypatch.setattr(test_target, "Tile", tile)
     with torch.no_grad():
         check_all(tiny_model(family), flex=True, size=300)
     assert len(compiled) == len(set(compiled)) > 1

@@ -146,6 +146,9 @@ def test_a_trace_can_be_replaced() -> None:
         simulate(torch.nn.Linear(1, 1), rig.trace)
 
 
+KINDS = ("mm", "dscale", "flex", "functionalized")  # the last: a layer, which writes to its pools
+
+
 def operations_of(name: str, simulated: bool) -> list[Counter[str]]:
     """Products, attention and custom operations of every graph that a case compiles to, dead code
     gone; run at two numbers of lanes."""
@@ -156,7 +159,7 @@ def operations_of(name: str, simulated: bool) -> list[Counter[str]]:
     def keep(graph: Any, inputs: Any) -> Any:
         graph.graph.eliminate_dead_code()
         names = [str(node.target) for node in graph.graph.nodes if node.op != "placeholder"]
-        found.append(Counter(n for n in names if "mm" in n or "dscale" in n or "flex" in n))
+        found.append(Counter(n for n in names if any(kind in n for kind in KINDS)))
         return graph.forward
 
     def wrap(stage: Any) -> Any:
@@ -185,7 +188,9 @@ def test_the_compiled_stages_leave_nothing_out() -> None:
     for name in ("row_statistics", "allocate_budget", "pack_rows"):
         assert decide[f"dscale.{name}.default"] == 1, decide
     assert verify["dscale.accept_prefix.default"] == 1, verify
-    assert sum(n for name, n in decide.items() if "mm" in name) >= 4  # draft, head, predictor
+    assert decide["auto_functionalized_v2"] == SHAPES["tiny"].draft_layers, decide
+    assert verify["auto_functionalized_v2"] == SHAPES["tiny"].layers, verify
+    assert sum(n for name, n in decide.items() if "mm" in name) >= 2, decide  # head, predictor
     assert not counters["graph_break"]
 
 

@@ -107,6 +107,18 @@ def test_buckets_timed_alone_leave_fresh_slots(mode: Any, pair: Pair) -> None:
         for ours, fresh in zip(workspace.requests, workspace.host_requests(), strict=True):
             if ours is not workspace.requests.anchor_S:
                 assert torch.equal(ours, fresh)
+        runner = Runner(workspace, stages, alone=True)
+        runner.at_context(2, 2 * PAGE)
+        before = workspace.requests.context_S.clone()
+        runner.step(2, 12)
+        step, packed = workspace.step(2), workspace.packed(2, 12)
+        assert step.length_N.sum() == 12, "its lanes are live"
+        assert (workspace.requests.context_S > before).sum() == 2
+        # "+budget" packs on the host, which no timed step does.
+        assert mode == "+budget" or len(set(packed.token_M.tolist())) > 2
+        runner.rest(2)
+        for ours, fresh in zip(workspace.requests, workspace.host_requests(), strict=True):
+            assert torch.equal(ours[:2], fresh[:2])
         table = dict(costs.table)
         capture_buckets(workspace, stages, [2, 4], kinds, costs, alone=True)
         assert costs.table == table, "nothing is timed twice"
