@@ -83,10 +83,14 @@ def test_the_captured_run_equals_the_eager_one_and_plain_decoding(
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize(("mode", "budget"), [("dscale", "auto"), ("dscale", 4), ("+tiles", None)])
+@pytest.mark.parametrize(
+    ("mode", "budget", "most"),
+    [("dscale", "auto", 5), ("dscale", 4, 5), ("dscale", 4, 9), ("+tiles", None, 5)],
+)
 def test_each_bucket_is_recorded_once(
-    mode: str, budget: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mode: str, budget: Any, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Nine requests need both graphs, of few lanes and of many."""
     from torch._inductor import cudagraph_trees
 
     torch._dynamo.reset()
@@ -100,16 +104,16 @@ def test_each_bucket_is_recorded_once(
 
     monkeypatch.setattr(cudagraph_trees.CUDAGraphTreeManager, "record_function", counted)
     pair = Pair(tmp_path, "cuda")
-    want = pair.want(5, max_new_tokens=30)
+    want = pair.want(most, max_new_tokens=30)
     pair.overrule(monkeypatch, want)
-    with pair.attach(mode=mode, budget=budget) as spec:
-        spec.engine.warm_up(like(5))
-        buckets = len({bucket_of(n) for n in range(1, 6)})
+    with pair.attach(mode=mode, budget=budget, pool_tokens=24 * 128) as spec:
+        spec.engine.warm_up(like(most))
+        buckets = len({bucket_of(n) for n in range(1, most + 1)})
         # Verify once per capacity; decide and anchors once per lane count; prompts once per size.
         per_lanes = {"auto": len(MULTIPLES) + 1 + 2, 4: 2, None: 2}[budget]
         everything = buckets * per_lanes + len(TILES)
         assert len(recorded) == everything
-        for count in (5, 2, 4, 1, 3, 5):
+        for count in (most, 2, 4, 1, 3, most):
             got = pair.got(count, max_new_tokens=30)
             assert torch.equal(got, want[:count, want.shape[1] - got.shape[1] :])
         assert len(recorded) == everything

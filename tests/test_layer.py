@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import test_target
 import torch
 from paged import shuffled_paging
 from test_target import NUM_PAGES, PAGES, check_all, pool_of
@@ -61,8 +62,14 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama"])
-def test_one_compile_for_all_layers_and_sizes(family: str, compiled: list[object]) -> None:
+@pytest.mark.parametrize(("family", "parts"), [("qwen3", 0), ("llama", 0), ("qwen3", 16)])
+def test_one_compile_for_all_layers_and_sizes(
+    family: str, parts: int, compiled: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def tile(height: int, flex: bool) -> Tile:
+        return Tile(height=height, flex=flex, parts=parts if height == 16 else 0)
+
+    monkeypatch.setattr(test_target, "Tile", tile)
     with torch.no_grad():
         check_all(tiny_model(family), flex=True, size=300)
     assert len(compiled) == len(set(compiled)) > 1
