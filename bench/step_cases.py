@@ -92,10 +92,8 @@ def shared_stages(
     have in common. `simulated`: whether simulated acceptance changes the stage."""
     verify, decide = cast(Any, raw.verify), cast(Any, raw.decide)
     if case.per_head:
-        verify.tile = dataclasses.replace(verify.tile, per_head=True, block=VERIFY_TILE)
-        verify.few = None
-    tiles = (verify.tile, verify.few)
-    key = (verify.drafter is None, verify.rows, tiles, chooser, case.config.adaptive)
+        verify.tile = dataclasses.replace(verify.tile, per_head=True, block=VERIFY_TILE, parts=0)
+    key = (verify.drafter is None, verify.rows, verify.tile, chooser, case.config.adaptive)
     return dataclasses.replace(
         raw,
         decide=decide and make(("decide", decide.rows, decide.seed), decide, True),

@@ -62,8 +62,8 @@ class Tile:
     sees positions < context + T (the draft block, which is bidirectional). `flex`: FlexAttention,
     else gathered pages and SDPA. `per_head`: a tile for each query head instead of one for each
     group. `block`: rows of a query block, None for what the tile needs (both matter to
-    FlexAttention only). `parts`: sub-lanes that share the keys of all lanes, at least as many as
-    lanes (FlexAttention only); 0: each lane's keys are read by one program a KV head."""
+    FlexAttention only). `parts`: sub-lanes that share the keys of all lanes, as many as lanes where
+    those are more (FlexAttention only); 0: none, a lane's result is gathered without a merge."""
 
     height: int
     causal: bool = True

@@ -22,26 +22,7 @@ def capture(stage: nn.Module) -> Callable[..., Any]:
     calls.
 
     The stage reads and writes fixed-address buffers only and returns nothing, so each bucket is
-    one recording. A stage with a method `tile_for` is compiled once for each tile it has for the
-    lanes of a step, by functions that know nothing of each other."""
-    tile_for = getattr(stage, "tile_for", None)
-    if tile_for is None:
-        return compiled(stage)
-    functions: dict[object, Callable[..., Any]] = {}
-
-    def run(requests: Any, step: Any, *rest: Any) -> None:
-        tile = tile_for(step.slot_N.shape[0])
-        if tile not in functions:
-            functions[tile] = compiled(stage)
-        functions[tile](requests, step, *rest)
-
-    return run
-
-
-def compiled(stage: nn.Module) -> Callable[..., Any]:
-    """A stage as one function that is compiled at its first call, and recorded at the next ones.
-
-    `fullgraph` makes a graph break an error rather than a slow step."""
+    one recording. `fullgraph` makes a graph break an error rather than a slow step."""
     weight = next(stage.parameters(), None)
     device = None if weight is None else weight.device
     return compile_for(own_forward(stage), device, mode="reduce-overhead")

@@ -4,8 +4,6 @@ Shapes: N lanes, W block size, C = W - 1 candidates, D hidden, V vocabulary, M p
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor, nn
 
@@ -15,7 +13,6 @@ from dscale.compiled.flow import LENGTH, SCORES, Packed, Requests, Step, uniform
 from dscale.compiled.kv import PAGE, KVPool
 from dscale.compiled.predictor import Predictor, batch_context, running_product
 from dscale.compiled.sampling import best_tokens
-from dscale.compiled.shares import FEW_LANES
 from dscale.compiled.target import Target
 from dscale.kernels import ops
 from dscale.kernels.reference_statistics import features_from_statistics
@@ -29,7 +26,7 @@ class Decide(nn.Module):
     from the predictor or else the running product of the drafter's top-1 probabilities. The block
     itself is always drafted at full width, because the number of masks changes every position's
     logits. `seed`: where the budget starts, see `kernels.reference_rows.SEEDS`. `parts`: sub-lanes
-    that share the keys of at most FEW_LANES lanes, 0 for none."""
+    that share the lanes' keys, see `Tile`."""
 
     def __init__(
         self,
@@ -47,12 +44,7 @@ class Decide(nn.Module):
         self.target, self.drafter, self.draft_pool = target, drafter, draft_pool
         self.rows, self.predictor, self.seed = rows, predictor, seed
         block = drafter.config.block_size
-        self.tile = Tile(height=block, causal=False, flex=flex)
-        self.few = replace(self.tile, parts=parts) if parts else None
-
-    def tile_for(self, lanes: int) -> Tile:
-        """The tile of a step of so many lanes; there is a graph for each tile (`capture`)."""
-        return self.tile if self.few is None or lanes > FEW_LANES else self.few
+        self.tile = Tile(height=block, causal=False, flex=flex, parts=parts)
 
     def forward(self, requests: Requests, step: Step, packed: Packed | None = None) -> None:
         """Candidates; with scores also `step.length_N`; and with `packed`, at least W * N rows,
@@ -107,7 +99,7 @@ class Decide(nn.Module):
         rows = uniform_rows(paging, block, block)
         embedded = self.drafter.embed_block(requests.anchor_S[step.slot_N], self.target)
         hidden = self.drafter.draft(
-            embedded.flatten(0, 1), rows, paging, self.draft_pool, self.tile_for(lanes)
+            embedded.flatten(0, 1), rows, paging, self.draft_pool, self.tile
         )
         return hidden.view(lanes, block, -1)
 

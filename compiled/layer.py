@@ -32,9 +32,6 @@ from dscale.kernels.reference_heads import rms_norm
 PROJECTIONS = ("qkv", "o", "gate_up", "down")
 """Weights of a layer that products of few rows read, by their names in `Layer.aids`."""
 
-ROW_TENSORS = 9
-"""How many of the tensors of a pass with sub-lanes have a row for each of its rows: the first."""
-
 
 class Weights(NamedTuple):
     """A layer's tensors; query, key and value are fused, so are gate and up. The last ones:
@@ -150,7 +147,7 @@ def layer(
 
 
 def _flat(shared: Shared) -> list[Tensor]:
-    """What a pass brings: what each row has first, then what each lane or sub-lane has."""
+    """What a pass brings."""
     counts: list[Tensor] = []
     seen = shared.seen
     if isinstance(seen, SharedTables):
@@ -191,14 +188,12 @@ def run_compiled(
     eps: float,
     form: Form,
 ) -> tuple[Tensor, Tensor]:
-    """`run`, compiled once for any number of rows, lanes or tiles: the first dimensions of what a
-    pass brings, but for sub-lanes. Other dimensions are fixed."""
+    """`run`, compiled once for any number of rows, lanes, sub-lanes or tiles: the first dimensions
+    of what a pass brings. Other dimensions are fixed."""
     moving = [x, branch, *_flat(shared)]
-    rows = ROW_TENSORS if form.parts else len(moving)
-    for index, tensor in enumerate(moving):
-        if index < rows:
-            torch._dynamo.maybe_mark_dynamic(tensor, 0)
-        torch._dynamo.mark_static(tensor, list(range(index < rows, tensor.ndim)))
+    for tensor in moving:
+        torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        torch._dynamo.mark_static(tensor, list(range(1, tensor.ndim)))
     fixed = [*pool, *(t for t in w if t is not None)]
     shapes = [*((*t.shape[1:], t.is_contiguous()) for t in moving), *(t.shape for t in fixed)]
     signature = (x.device, x.dtype, *map(tuple, shapes), *(t is None for t in w))

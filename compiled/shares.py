@@ -1,4 +1,4 @@
-"""Keys of few lanes shared out among sub-lanes: which pages each reads, and FlexAttention's own
+"""Keys of lanes shared out among sub-lanes: which pages each reads, and FlexAttention's own
 log-sum-exps.
 
 Shapes: N lanes, X sub-lanes, L pages of a lane, P physical pages, K KV heads, Q rows of a tile, E
@@ -16,12 +16,9 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from dscale.compiled.kv import PAGE, Paging
 
-FEW_LANES = 8
-"""Lanes of a step, at most, whose keys are shared out on a GPU: with 8 KV heads, 16 lanes are 128
-programs for an H200's 132 multiprocessors."""
-
 PARTS = 16
-"""Sub-lanes of such a step."""
+"""Sub-lanes of a step on a GPU, where it has no more lanes: with 8 KV heads they are 128 programs
+for an H200's 132 multiprocessors."""
 
 
 class Shares(NamedTuple):
@@ -40,12 +37,12 @@ class Shares(NamedTuple):
 
 def shares(used_N: Tensor, parts: int, most: int) -> Shares:
     """Share the first `used_N` pages of each lane (1 to `most`, integers) out among `parts`
-    sub-lanes, at least as many as lanes, so that the largest share is as small as can be.
+    sub-lanes, or as many as lanes if those are more, so that the largest share is as small as can
+    be. As many sub-lanes as lanes are the lanes themselves.
 
-    Raises ValueError for more lanes than sub-lanes."""
+    Their number is an expression of the number of lanes in a graph that is being traced."""
     lanes, device = used_N.shape[0], used_N.device
-    if lanes > parts:
-        raise ValueError(f"used_N: expected at most {parts} lanes, got {lanes}")
+    parts = torch.sym_max(lanes, parts)
     used_N = used_N.long()
     # The fewest pages a share with which all lanes together need no more than there are.
     size_L = torch.arange(1, most + 1, device=device)

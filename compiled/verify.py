@@ -14,7 +14,6 @@ from dscale.compiled.flow import Packed, Requests, Step, commit, remember, unifo
 from dscale.compiled.kv import KVPool, Paging
 from dscale.compiled.penalty import block_before, penalise
 from dscale.compiled.sampling import Chooser, choose
-from dscale.compiled.shares import FEW_LANES
 from dscale.compiled.target import Target
 from dscale.kernels import ops
 from dscale.kernels.reference import accept_prefix
@@ -33,18 +32,12 @@ class Verify(nn.Module):
         rows: int,
         chooser: Chooser,
         tile: Tile,
-        few: Tile | None = None,
     ) -> None:
-        """`rows` at most `tile.height`; packed rows need a tile of 16. `few`: the tile of a step
-        of at most FEW_LANES lanes, as high; None for the same one."""
+        """`rows` at most `tile.height`; packed rows need a tile of 16."""
         super().__init__()
         self.target, self.pool = target, pool
         self.drafter, self.draft_pool = drafter, draft_pool
-        self.rows, self.chooser, self.tile, self.few = rows, chooser, tile, few
-
-    def tile_for(self, lanes: int) -> Tile:
-        """The tile of a step of so many lanes; there is a graph for each tile (`capture`)."""
-        return self.tile if self.few is None or lanes > FEW_LANES else self.few
+        self.rows, self.chooser, self.tile = rows, chooser, tile
 
     def forward(self, requests: Requests, step: Step, packed: Packed | None = None) -> None:
         paging = requests.paging(step.slot_N)
@@ -82,8 +75,7 @@ class Verify(nn.Module):
     def run(self, token_M: Tensor, rows: Rows, paging: Paging) -> Tensor:
         """The target's hidden states `[M, D]`; both caches get the rows."""
         hidden: Tensor
-        tile = self.tile_for(paging.context_N.shape[0])
-        hidden, taps = self.target(token_M, rows, paging, self.pool, tile)
+        hidden, taps = self.target(token_M, rows, paging, self.pool, self.tile)
         if self.drafter is not None and self.draft_pool is not None and taps is not None:
             # Rejected rows enter the draft cache too: the next block overwrites their slots before
             # they are read.

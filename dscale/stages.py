@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -39,16 +38,16 @@ class Stages:
     host_lengths: bool
 
 
-def verify_tile(config: EngineConfig, rows: int, flex: bool) -> Tile:
+def verify_tile(config: EngineConfig, rows: int, flex: bool, parts: int = 0) -> Tile:
     """The verification tile of a mode. The gathered route takes no more rows than it needs."""
     height = VERIFY_TILE if flex or config.adaptive else rows
     if config.mode == "dflash":
         return Tile(height=height, flex=flex, per_head=True, block=CONTROL_BLOCK)
-    return Tile(height=height, flex=flex)
+    return Tile(height=height, flex=flex, parts=parts)
 
 
 def gpu(target: Target) -> bool:
-    """Whether a target is on a GPU, where steps of few lanes have their keys shared out."""
+    """Whether a target is on a GPU, where sub-lanes share keys."""
     return target.inv_freq.device.type != "cpu"
 
 
@@ -88,13 +87,12 @@ def build_stages(
                 parts=parts,
             )
         )
-    tile = verify_tile(config, rows, flex)
-    few = dataclasses.replace(tile, parts=parts) if parts else None
+    tile = verify_tile(config, rows, flex, parts)
     return Stages(
         prefill=Prefill(prompt or PromptPass(*shared, flex), target, chooser),
         decide=decide,
         anchors=wrap(Anchors()) if config.adaptive else None,
-        verify=wrap(Verify(*shared, rows, chooser, tile, few)),
+        verify=wrap(Verify(*shared, rows, chooser, tile)),
         host_lengths=config.mode == "+budget",
     )
 

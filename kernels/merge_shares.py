@@ -1,4 +1,4 @@
-"""Triton launcher of merge_shares: one program of one warp per row and head."""
+"""Triton launcher of merge_shares: one program per row and block of heads."""
 
 from __future__ import annotations
 
@@ -8,8 +8,13 @@ from torch import Tensor
 
 from dscale.kernels.dependent import launch_options, starts_early
 
-CHUNK = 16
-"""Shares read at once: as many as a row has in decode steps, so that no load waits for another."""
+CHUNK = 8
+"""Shares read at once, so that no load waits for another; 16 would take registers from programs
+that copy."""
+
+HEADS = 4
+"""Heads of a program of two warps. With one warp each, 256 rows of 32 heads were 8,192 programs,
+whose start takes longer than the copy."""
 
 
 def merge_shares(
@@ -27,7 +32,7 @@ def merge_shares(
     if not rows:
         return merged
     early = starts_early(out_XKQE.device)
-    _merge_shares[(rows, heads)](
+    _merge_shares[(rows, triton.cdiv(heads, HEADS))](
         out_XKQE.contiguous(),
         lse_XKQ.contiguous(),
         first_R.contiguous(),
@@ -38,9 +43,10 @@ def merge_shares(
         heads,
         head_dim,
         CHUNK,
+        HEADS,
         triton.next_power_of_2(head_dim),
         early,
-        num_warps=1,
+        num_warps=2,
         **launch_options(early),
     )
     return merged
@@ -58,34 +64,48 @@ def _merge_shares(
     H: tl.constexpr,
     E: tl.constexpr,
     CHUNK: tl.constexpr,
+    H_BLOCK: tl.constexpr,
     E_BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    row, head = tl.program_id(0), tl.program_id(1)
+    row = tl.program_id(0)
+    head, at = tl.program_id(1) * H_BLOCK + tl.arange(0, H_BLOCK), tl.arange(0, E_BLOCK)
     if EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     first, count = tl.load(first_of + row), tl.load(count_of + row)
+    is_head = head < H
+    is_cell = is_head[:, None] & (at < E)[None, :]
+    to = merged + (row.to(tl.int64) * H + head)[:, None] * E + at[None, :]
     # A sub-lane's queries lie head by head, whichever heads share a tile.
-    query = head * height + tl.load(tile_row_of + row)
-    at = tl.arange(0, E_BLOCK)
-    top, total = float("-inf"), 0.0
-    acc = tl.zeros([E_BLOCK], tl.float32)
-    for start in range(0, count, CHUNK):
-        index = start + tl.arange(0, CHUNK)
-        line = (first + index) * (H * height) + query
-        own = tl.load(lse + line, mask=index < count, other=float("-inf"))
-        is_part = (index < count)[:, None] & (at < E)[None, :]
-        part = tl.load(out + line[:, None] * E + at[None, :], mask=is_part, other=0.0)
-        higher = tl.maximum(top, tl.max(own, 0))
-        # Where no share has had a key yet, exponents must not be inf - inf.
-        level = tl.where(higher == float("-inf"), 0.0, higher)
-        weight, scale = tl.exp2(own - level), tl.exp2(top - level)
-        weighted = weight[:, None] * part.to(tl.float32)
-        weighted = tl.where((own == float("-inf"))[:, None], 0.0, weighted)
-        acc = acc * scale + tl.sum(weighted, 0)
-        total = total * scale + tl.sum(weight, 0)
-        top = higher
-    result = acc / tl.where(total == 0.0, 1.0, total)
-    to = merged + (row.to(tl.int64) * H + head) * E + at
-    tl.store(to, result.to(merged.dtype.element_ty), mask=at < E)
+    line = first * (H * height) + head * height + tl.load(tile_row_of + row)
+    if count == 1:
+        only = tl.load(out + line[:, None] * E + at[None, :], mask=is_cell)
+        tl.store(to, only, mask=is_cell)
+    else:
+        top = tl.full([H_BLOCK], float("-inf"), tl.float32)
+        total = tl.zeros([H_BLOCK], tl.float32)
+        acc = tl.zeros([H_BLOCK, E_BLOCK], tl.float32)
+        for start in range(0, count, CHUNK):
+            higher = top
+            for i in tl.static_range(CHUNK):
+                share = line + (start + i) * (H * height)
+                is_own = is_head & (start + i < count)
+                own = tl.load(lse + share, mask=is_own, other=float("-inf"))
+                higher = tl.maximum(higher, own)
+            # Where no share has had a key yet, exponents must not be inf - inf.
+            level = tl.where(higher == float("-inf"), 0.0, higher)
+            scale = tl.exp2(top - level)
+            acc, total, top = acc * scale[:, None], total * scale, higher
+            for i in tl.static_range(CHUNK):
+                share = line + (start + i) * (H * height)
+                is_own = is_head & (start + i < count)
+                own = tl.load(lse + share, mask=is_own, other=float("-inf"))
+                is_part = is_cell & (start + i < count)
+                part = tl.load(out + share[:, None] * E + at[None, :], mask=is_part, other=0.0)
+                weight = tl.exp2(own - level)
+                weighted = weight[:, None] * part.to(tl.float32)
+                acc += tl.where((own == float("-inf"))[:, None], 0.0, weighted)
+                total += weight
+        result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+        tl.store(to, result.to(merged.dtype.element_ty), mask=is_cell)

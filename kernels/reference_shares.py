@@ -25,7 +25,7 @@ def merge_shares(
     float32: log-sum-exp of the scores, in base 2, -inf where there was no key. Such a share counts
     nothing, and where no share had a key, the result is 0. `first_R`, `count_R` int64: sub-lanes
     of a row's lane, one after the other; `tile_row_R` int64: its place in their tiles; `height`:
-    T. Computed in float32 and rounded once."""
+    T. Computed in float32 and rounded once; the row of an only sub-lane is copied as it is."""
     index_P = torch.arange(out_XKQE.shape[0], device=first_R.device)
     is_own_RP = index_P < count_R[:, None]
     at = torch.where(is_own_RP, first_R[:, None] + index_P, 0), tile_row_R[:, None]
@@ -40,5 +40,6 @@ def merge_shares(
     weight = torch.exp2(lse - torch.where(top == -inf, 0.0, top))
     total = weight.sum(1)
     out = torch.where(lse == -inf, 0.0, weight * gather(out_XKQE).float()).sum(1)
-    out = out / torch.where(total == 0, 1.0, total)
-    return out.flatten(1).to(out_XKQE.dtype)
+    out = (out / torch.where(total == 0, 1.0, total)).to(out_XKQE.dtype)
+    only = gather(out_XKQE)[:, 0]
+    return torch.where((count_R == 1)[:, None, None], only, out).flatten(1)

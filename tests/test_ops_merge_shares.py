@@ -75,12 +75,24 @@ def test_narrow_results_are_rounded_once(dtype: torch.dtype, run: str) -> None:
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("held", [0.0, 1e30, nan, inf])
 def test_what_a_share_without_keys_holds_does_not_matter(held: float, run: str) -> None:
-    args, want = arguments([5, 1], 3, 16)
+    args, want = arguments([5, 2], 3, 16)
     out = torch.where(args[1][..., None] == -inf, held, args[0])
     got = runner("merge_shares", run)(out, *args[1:])
     torch.testing.assert_close(got, want.float(), atol=2e-6, rtol=1e-5)
     lse = torch.full_like(args[1], -inf)
     assert torch.equal(runner("merge_shares", run)(out, lse, *args[2:]), torch.zeros_like(got))
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize(("dtype", "lse"), [(torch.bfloat16, nan), (torch.float32, -inf)])
+def test_the_row_of_an_only_sub_lane_is_copied(dtype: torch.dtype, lse: float, run: str) -> None:
+    args, _ = arguments([1] * 19, 3, 24)
+    out, (first_R, _, tile_row_R) = args[0].to(dtype), args[2:5]
+    out[3:5, 1] = nan
+    got = runner("merge_shares", run)(out, torch.full_like(args[1], lse), *args[2:])
+    want = out.view(20, 2, 3, 16, 24)[first_R, :, :, tile_row_R].flatten(1)
+    assert want.isnan().any()
+    torch.testing.assert_close(got, want, atol=0, rtol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("run", RUNS)

@@ -1,4 +1,4 @@
-"""Keys of few lanes shared out among sub-lanes: the shares, the tables, attention, the layer."""
+"""Keys of lanes shared out among sub-lanes: the shares, the tables, attention, the layer."""
 
 from itertools import chain, product
 from random import Random
@@ -41,15 +41,16 @@ def paging_of(context: list[int], device: str = "cpu") -> Paging:
     return Paging(*(table.to(device) for table in paging))
 
 
-def few_lanes() -> list[list[int]]:
-    """Pages of few lanes, drawn."""
+def pages_of_lanes() -> list[list[int]]:
+    """Pages of up to 20 lanes, drawn."""
     random = Random(0)
-    drawn = [[random.randint(1, 70) for _ in range(random.randint(1, 16))] for _ in range(40)]
+    drawn = [[random.randint(1, 70) for _ in range(random.randint(1, 20))] for _ in range(40)]
     return [*drawn, [1], [70], [1] * 16, [70, 1], [8] * 4, [8] * 8, [1, 1, 1, 70]]
 
 
 def test_shares_hold_every_page_once_and_are_as_small_as_can_be() -> None:
-    for used in few_lanes():
+    for used in pages_of_lanes():
+        most = max(PARTS, len(used))
         got = shares(torch.tensor(used, dtype=torch.int32), PARTS, 70)
         lane, first, held = (x.tolist() for x in got[:3])
         for index, (start, count) in enumerate(zip(*map(Tensor.tolist, got[3:]), strict=True)):
@@ -59,7 +60,7 @@ def test_shares_hold_every_page_once_and_are_as_small_as_can_be() -> None:
             assert list(pages) == list(range(used[index])), used
         assert sum(held) == sum(used)
         # What no share may exceed: the smallest size with which there are enough sub-lanes.
-        size = next(p for p in range(1, 71) if sum(-(-n // p) for n in used) <= PARTS)
+        size = next(p for p in range(1, 71) if sum(-(-n // p) for n in used) <= most)
         assert max(held) == size or max(held) < size == max(-(-n // size) for n in used), used
 
 
@@ -70,9 +71,18 @@ def test_a_long_lane_takes_the_sub_lanes_that_short_ones_leave() -> None:
     assert shares(torch.tensor([1] * 7 + [36]), PARTS, 70).count_N.tolist() == [1] * 7 + [9]
 
 
-def test_more_lanes_than_sub_lanes_are_refused() -> None:
-    with pytest.raises(ValueError, match="used_N: expected at most 16 lanes, got 17"):
-        shares(torch.ones(17).int(), PARTS, 4)
+@pytest.mark.parametrize("lanes", [16, 17, 40])
+def test_sub_lanes_are_the_lanes_where_those_are_enough(lanes: int) -> None:
+    used = torch.tensor([Random(lanes).randint(1, 70) for _ in range(lanes)])
+    got = shares(used.int(), PARTS, 70)
+    assert torch.equal(got.lane_X, torch.arange(lanes))
+    assert torch.equal(got.start_N, torch.arange(lanes))
+    assert torch.equal(got.held_X, used)
+    assert set(got.count_N.tolist()) == {1}
+    assert not got.first_X.any()
+
+
+def test_parts_are_for_flex_attention_alone() -> None:
     with pytest.raises(ValueError, match="parts: expected 0 on the gathered route, got 2"):
         Tile(height=HEIGHT, flex=False, parts=2)
     with pytest.raises(ValueError, match="parts: expected 0 or more, got -1"):
@@ -88,7 +98,8 @@ def listed(count: Tensor, index: Tensor, lane: int) -> list[int]:
 def test_each_page_is_in_the_tables_of_one_sub_lane_and_its_mask_keeps_to_them(
     causal: bool,
 ) -> None:
-    for context in (BORDERS[:8], BORDERS[8:16], [1007], [0, 1000]):
+    for context in (BORDERS[:8], BORDERS[8:16], [1007], [0, 1000], BORDERS):
+        parts = max(PARTS, len(context))
         paging = paging_of(context)
         whole, tile = (Tile(height=HEIGHT, causal=causal, parts=p) for p in (0, PARTS))
         tables = block_tables(paging, whole, 4)
@@ -96,7 +107,7 @@ def test_each_page_is_in_the_tables_of_one_sub_lane_and_its_mask_keeps_to_them(
         rows, apart, seen = view(uniform_rows(paging, HEIGHT, HEIGHT), paging, tile, 4)
         assert isinstance(seen, SharedTables)
         masks = block_mask(seen.tables, apart, tile, 4)
-        assert len(rows.row_NT) == len(seen.tables.full_count) == PARTS
+        assert len(rows.row_NT) == len(seen.tables.full_count) == parts
         for lane in range(len(context)):
             start, count = (int(x[lane * HEIGHT]) for x in (rows.lane_R, seen.count_R))
             mine = range(start, start + count)
@@ -110,7 +121,7 @@ def test_each_page_is_in_the_tables_of_one_sub_lane_and_its_mask_keeps_to_them(
                 pages = set((visible.any(0).nonzero()[:, 0] // PAGE).tolist())
                 tail, full = (listed(*seen.tables[at : at + 2], x) for at in (0, 2))
                 assert set(full) <= pages <= {*tail, *full}
-        unused = [x for x in range(PARTS) if x >= start + count]
+        unused = [x for x in range(parts) if x >= start + count]
         assert not any(listed(*seen.tables[at : at + 2], x) for at in (0, 2) for x in unused)
         assert not any(keys(masks, x, paging).any() for x in unused)
 
@@ -126,9 +137,10 @@ def keys(mask: BlockMask, lane: int, paging: Paging) -> Tensor:
 def test_attention_of_shares_equals_dense_attention(causal: bool, group: int) -> None:
     torch.manual_seed(group)
     tile = Tile(height=HEIGHT, causal=causal, parts=PARTS)
-    for context in (BORDERS[:8], BORDERS[8:16], [1007], [0], [1, 1000], [112], [128, 240, 1007]):
+    some = ([1007], [0], [1, 1000], [112], [128, 240, 1007])
+    for context in (BORDERS, BORDERS[:9], BORDERS[:8], BORDERS[8:16], *some):
         paging = paging_of(context)
-        widths = [HEIGHT, 1, 3, HEIGHT - 1, 7, 2, 16, 5][: len(context)]
+        widths = (3 * [HEIGHT, 1, 3, HEIGHT - 1, 7, 2, 16, 5])[: len(context)]
         rows = ragged_rows(paging, widths if causal else [HEIGHT] * len(context), HEIGHT)
         pool = filled_pool(paging.logical_NP.shape[1] * PAGE)
         num_rows = len(rows.position_R)
@@ -176,7 +188,7 @@ def test_a_target_with_shared_keys_equals_transformers(
     check_all(with_heads(family, heads, kv_heads), flex=True, size=300)
 
 
-def test_compiled_tables_are_the_eager_ones_and_one_compile_serves_few_lanes() -> None:
+def test_compiled_tables_are_the_eager_ones_and_one_compile_serves_all_lanes() -> None:
     torch._dynamo.reset()
     graphs: list[Any] = []
     inductor = torch._dynamo.lookup_backend("inductor")
@@ -185,7 +197,7 @@ def test_compiled_tables_are_the_eager_ones_and_one_compile_serves_few_lanes() -
         graphs.append(graph)
         return inductor(graph, inputs)
 
-    tile, pages = Tile(height=HEIGHT, parts=PARTS), paging_of(BORDERS[:8])
+    tile, pages = Tile(height=HEIGHT, parts=PARTS), paging_of(2 * BORDERS)
 
     def tables(lane_N: Tensor, lane_R: Tensor, tile_row_R: Tensor) -> list[Tensor]:
         paging = Paging(*(table[lane_N] for table in pages))
@@ -196,8 +208,8 @@ def test_compiled_tables_are_the_eager_ones_and_one_compile_serves_few_lanes() -
         return [rows.row_NT, rows.lane_R, *paging, *seen.tables, seen.count_R]
 
     compiled = torch.compile(tables, fullgraph=True, backend=backend)
-    for lanes in (8, 4, 2, 3):
-        lane_N = torch.randperm(8)[:lanes]
+    for lanes in (8, 17, 2, 32, 16, 3, 9):
+        lane_N = torch.randperm(34)[:lanes]
         lane_R, tile_row_R = torch.arange(2 * lanes) // 2, torch.arange(2 * lanes) % 2
         for moving in (lane_N, lane_R, tile_row_R):
             torch._dynamo.mark_dynamic(moving, 0)
