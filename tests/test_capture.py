@@ -147,7 +147,7 @@ def test_one_graph_of_each_stage_for_few_lanes_and_many(
     with pair.attach(mode=mode, budget=budget, pool_tokens=40 * 128) as spec:
         spec.engine.warm_up(like(3, new=new))
         assert sorted(graphs) == stages
-        for count, parts in ((9, PARTS), (17, 20), (1, PARTS), (16, PARTS), (5, PARTS)):
+        for count, parts in ((9, PARTS), (17, 20), (1, PARTS)):
             shared.clear()
             got = pair.got(count, max_new_tokens=new)
             assert torch.equal(got, want[:count, want.shape[1] - got.shape[1] :]), count

@@ -8,17 +8,19 @@ import pytest
 import test_target
 import torch
 from paged import shuffled_paging
-from test_target import NUM_PAGES, PAGES, check_all, pool_of
-from tiny import tiny_model
+from test_target import check_all
+from tiny import VOCAB, tiny_model
 from torch import Tensor
 
 import dscale.compiled.layer
 from dscale.compiled.attention import Rows, Tile
 from dscale.compiled.capture import own_forward
 from dscale.compiled.flow import uniform_rows
-from dscale.compiled.kv import Paging
+from dscale.compiled.kv import KVPool, Paging
 from dscale.compiled.layer import Code, Shared, run, run_compiled
 from dscale.load import build_target
+
+PAGES, NUM_PAGES = 2, 65
 
 
 @pytest.fixture
@@ -78,32 +80,55 @@ def test_one_compile_for_all_layers_and_sizes(
 class Stage(torch.nn.Module):
     """One pass over a target's layers into a buffer."""
 
-    def __init__(self) -> None:
+    def __init__(self, tile: Tile) -> None:
         super().__init__()
-        self.target = build_target(tiny_model(), (0,))
-        self.pool = pool_of(self.target)
+        self.target, self.tile = build_target(tiny_model(), (0,)), tile
+        c, norm = self.target.config, self.target.norm
+        self.pool = KVPool(
+            c.num_layers, NUM_PAGES, c.num_kv_heads, c.head_dim, norm.dtype, norm.device
+        )
 
     def forward(self, token_R: Tensor, rows: Rows, paging: Paging, hidden_RD: Tensor) -> None:
-        hidden, _ = self.target(token_R, rows, paging, self.pool, Tile(height=16, flex=False))
+        hidden, _ = self.target(token_R, rows, paging, self.pool, self.tile)
         hidden_RD.copy_(hidden)
 
 
+@pytest.mark.parametrize(
+    ("tile", "steps"),
+    [
+        (Tile(height=16, flex=False), [(3, 16), (3, 16), (2, 16), (2, 16)]),
+        (Tile(height=16, parts=16), [(2, 8), (17, 2), (16, 1), (32, 3), (8, 2), (3, 16), (9, 1)]),
+        (Tile(height=16, parts=16), [(16, 1), (2, 8), (9, 1), (32, 1)]),
+        (Tile(height=16, parts=16), [(32, 1), (16, 16), (3, 2), (17, 1)]),
+    ],
+)
 @torch.no_grad()
 def test_only_the_first_call_of_a_compiled_stage_compiles_a_layer(
-    compiled: list[object], monkeypatch: pytest.MonkeyPatch
+    tile: Tile,
+    steps: list[tuple[int, int]],
+    compiled: list[object],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The next one is recorded as a CUDA graph, and compiling would break the recording."""
-    stage, eager = Stage(), Stage()
-    run_stage = torch.compile(own_forward(stage), fullgraph=True)
-    for lanes in (3, 3, 2, 2):
-        paging = shuffled_paging([5, 260, 130][:lanes], PAGES, NUM_PAGES)
-        rows = uniform_rows(paging, 16, 16)
-        token_R = torch.arange(16 * lanes)
-        got, want = torch.zeros(2, 16 * lanes, stage.target.norm.shape[0]).unbind()
+    """The next one is recorded as a CUDA graph, and compiling would break the recording. Lanes and
+    rows of each, as many sub-lanes as lanes or rows among them."""
+    stage, eager = Stage(tile), Stage(tile)
+    graphs: list[object] = []
+    inductor = torch._dynamo.lookup_backend("inductor" if tile.parts == 0 else "aot_eager")
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return inductor(graph, inputs)
+
+    run_stage = torch.compile(own_forward(stage), fullgraph=True, backend=backend)
+    for lanes, width in steps:
+        paging = shuffled_paging([37 * n % 240 for n in range(lanes)], PAGES, NUM_PAGES)
+        rows = Rows(*(x.contiguous() for x in uniform_rows(paging, width, 16)))
+        token_R = torch.arange(width * lanes) % VOCAB
+        got, want = torch.zeros(2, width * lanes, stage.target.norm.shape[0]).unbind()
         for moving in (token_R, got, *rows, *paging):
             torch._dynamo.mark_dynamic(moving, 0)
         run_stage(token_R, rows, paging, got)
-        assert len(compiled) == 1
+        assert len(compiled) == len(graphs) == 1
         with monkeypatch.context() as plain:
             plain.setattr(dscale.compiled.layer, "run", run)
             eager(token_R, rows, paging, want)
