@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, FlexKernelOptions, flex_attention
 
 from dscale.compiled.kv import PAGE, Paging
-from dscale.compiled.shares import attend_shares, shares, sub_paging
-from dscale.kernels.ops import merge_shares
+from dscale.compiled.shares import attend_shares, sub_paging
+from dscale.kernels.ops import merge_shares, share_pages
 
 VERIFY_TILE = 16
 """Rows a request may verify in one pass: one anchor and 15 candidates (paper, section II)."""
@@ -62,8 +62,8 @@ class Tile:
     sees positions < context + T (the draft block, which is bidirectional). `flex`: FlexAttention,
     else gathered pages and SDPA. `per_head`: a tile for each query head instead of one for each
     group. `block`: rows of a query block, None for what the tile needs (both matter to
-    FlexAttention only). `parts`: sub-lanes that share the keys of all lanes, as many as lanes where
-    those are more (FlexAttention only); 0: none, a lane's result is gathered without a merge."""
+    FlexAttention only). `parts`: sub-lanes that share the keys of all lanes, or as many as lanes
+    where those are more (FlexAttention only); 0: none, rows are gathered without a merge."""
 
     height: int
     causal: bool = True
@@ -189,11 +189,11 @@ def view(rows: Rows, paging: Paging, tile: Tile, group: int) -> tuple[Rows, Pagi
         return rows, paging, visibility(paging, tile, group)
     logical_pages = paging.page_NL.shape[1]
     used_N = torch.clamp((paging.context_N + tile.height + PAGE - 1) // PAGE, max=logical_pages)
-    part = shares(used_N, tile.parts, logical_pages)
-    count_R, start_R = part.count_N[rows.lane_R], part.start_N[rows.lane_R]
-    rows = rows._replace(row_NT=rows.row_NT[part.lane_X], lane_R=start_R)
-    paging = sub_paging(paging, part)
-    return rows, paging, SharedTables(block_tables(paging, tile, group, part.held_X), count_R)
+    part = share_pages(used_N, rows.lane_R, tile.parts, logical_pages)
+    rows = rows._replace(row_NT=rows.row_NT[part.lane_X], lane_R=part.start_R)
+    paging = sub_paging(paging, part.lane_X, part.first_X, part.held_X)
+    tables = block_tables(paging, tile, group, part.held_X)
+    return rows, paging, SharedTables(tables, part.count_R)
 
 
 def attend(

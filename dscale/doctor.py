@@ -116,6 +116,7 @@ def operator_arguments() -> dict[str, tuple[Any, ...]]:
         "pack_rows": (length_N, candidate_NC, candidate_NC[:, 0], limit_N, page_NL, 24, 128),
         "accept_prefix": (candidate_NC, length_N, offset_N, choice_M),
         "tile_heads": (*heads, cell_NT, torch.arange(24), *pools, 4, 1e-6),
+        "share_pages": (limit_N, offset_N % 3, 16, 40),
         "merge_shares": (out, lse, offset_N // 12, torch.tensor([1, 1, 3]), length_N.long(), 16),
     }
 

@@ -22,6 +22,7 @@ from dscale.kernels.reference_rows import SEEDS, TILE, PackedRows
 from dscale.kernels.reference_statistics import TOP, RowStatistics
 from dscale.kernels.registry import expect, expect_tensor, implement
 from dscale.kernels.share_ops import merge_shares as merge_shares
+from dscale.kernels.share_ops import share_pages as share_pages
 
 MAX_LANES = 256
 """Lanes one budget or pack program holds."""

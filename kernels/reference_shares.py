@@ -1,14 +1,56 @@
-"""Attention over all keys from attention over shares of them, in eager code: the specification of
-`merge_shares`, and its implementation on the CPU.
+"""Pages shared out among sub-lanes, and attention over all keys from attention over shares of
+them, in eager code: the specification of `share_pages` and `merge_shares`, and their
+implementation on the CPU.
 
-Shapes: X sub-lanes, R rows, T tile rows, K tiles of heads, G heads of a tile, E head_dim."""
+Shapes: N lanes, X sub-lanes, R rows, T tile rows, K tiles of heads, G heads of a tile, E
+head_dim."""
 
 from __future__ import annotations
 
 from math import inf
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+
+class Shares(NamedTuple):
+    """Which pages of which lane each sub-lane reads, all int64.
+
+    `lane_X`, `first_X`, `held_X`: the lane, the first of its pages and how many, 0 for a sub-lane
+    without any. `start_R`, `count_R`: the first sub-lane of a row's lane and how many it has, one
+    after the other."""
+
+    lane_X: Tensor
+    first_X: Tensor
+    held_X: Tensor
+    start_R: Tensor
+    count_R: Tensor
+
+
+def share_pages(used_N: Tensor, lane_R: Tensor, parts: int, most: int) -> Shares:
+    """Share the first `used_N` pages of each lane (int32, 1 to `most`) out among `parts`
+    sub-lanes, or as many as lanes if those are more, so that the largest share is as small as can
+    be. As many sub-lanes as lanes are the lanes themselves. `lane_R` int64: rows' lanes."""
+    lanes, device = used_N.shape[0], used_N.device
+    parts, used_N = max(lanes, parts), used_N.long()
+    # The fewest pages a share with which all lanes together need no more than there are.
+    size_L = torch.arange(1, most + 1, device=device)
+    needed_L = _ceil_div(used_N, size_L[:, None]).sum(1)
+    count_N = _ceil_div(used_N, (needed_L > parts).sum() + 1)
+    end_N = count_N.cumsum(0)
+    start_N, index_X = end_N - count_N, torch.arange(parts, device=device)
+    lane_X = torch.clamp((end_N <= index_X[:, None]).sum(1), max=lanes - 1)
+    # A lane's shares are alike.
+    size_X = _ceil_div(used_N, count_N)[lane_X]
+    first_X = (index_X - start_N[lane_X]) * size_X
+    held_X = torch.clamp(torch.minimum(used_N[lane_X] - first_X, size_X), min=0)
+    return Shares(lane_X, first_X, held_X, start_N[lane_R], count_N[lane_R])
+
+
+def _ceil_div(a: Tensor, b: Tensor) -> Tensor:
+    """a / b rounded up, of integers above 0."""
+    return (a + b - 1) // b
 
 
 def merge_shares(

@@ -1,6 +1,7 @@
-"""The custom operation behind attention whose keys are shared out among sub-lanes.
+"""The custom operations behind attention whose keys are shared out among sub-lanes.
 
-Shapes: X sub-lanes, R rows, T tile rows, K tiles of heads, G heads of a tile, E head_dim."""
+Shapes: N lanes, X sub-lanes, R rows, T tile rows, K tiles of heads, G heads of a tile, E
+head_dim."""
 
 from __future__ import annotations
 
@@ -10,7 +11,41 @@ import torch
 from torch import Tensor
 
 from dscale.kernels import reference_shares
+from dscale.kernels.reference_shares import Shares
 from dscale.kernels.registry import expect, expect_tensor, implement
+
+torch.library.define(
+    "dscale::share_pages",
+    "(Tensor used, Tensor lane, int parts, int most) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_share_pages: Any = torch.ops.dscale.share_pages.default
+
+
+def share_pages(used_N: Tensor, lane_R: Tensor, parts: int, most: int) -> Shares:
+    """Pages of lanes shared out among sub-lanes; reference_shares says how.
+
+    In a graph that is being traced their number is an expression of the number of lanes. Raises
+    ValueError for other shapes or dtypes; pages and lanes that are not there are not looked for on
+    a GPU."""
+    return Shares(*_share_pages(used_N, lane_R, parts, most))
+
+
+def _check_pages(used: Tensor, lane: Tensor, parts: int, most: int) -> None:
+    for name, x, dtype in (("used", used, torch.int32), ("lane", lane, torch.int64)):
+        expect_tensor(name, x, dtype, (x.numel(),))
+    expect(used.numel() >= 1, "used", "at least 1 lane", "none")
+    for name, number in (("parts", parts), ("most", most)):
+        expect(number >= 1, name, "at least 1", number)
+
+
+def _fake_pages(used: Tensor, lane: Tensor, parts: int, most: int) -> tuple[Tensor, ...]:
+    sub_lanes = torch.sym_max(used.shape[0], parts)  # type: ignore[no-untyped-call]
+    sizes = (*3 * (sub_lanes,), *2 * (lane.shape[0],))
+    return tuple(lane.new_empty((size,)) for size in sizes)
+
+
+implement("share_pages", _check_pages, reference_shares.share_pages, _fake_pages)
 
 torch.library.define(
     "dscale::merge_shares",

@@ -154,7 +154,8 @@ def test_doctor(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     good = run("doctor").stdout
     assert "FAIL" not in good
     names = ["row_statistics", "argmax", "allocate_budget", "pack_rows", "accept_prefix"]
-    for name in (*names, "tile_heads", "merge_shares", "mode ar", "mode +tiles", "mode dscale"):
+    names += ["tile_heads", "share_pages", "merge_shares"]
+    for name in (*names, "mode ar", "mode +tiles", "mode dscale"):
         assert f"ok   {name}" in good
     for package in dscale.doctor.PACKAGES:
         assert package in good

@@ -12,7 +12,7 @@ from torch import Tensor
 from dscale.kernels import ops
 
 NAMES = ["row_statistics", "argmax", "allocate_budget", "pack_rows", "accept_prefix"]
-NAMES += ["tile_heads", "merge_shares", "linear"]
+NAMES += ["tile_heads", "share_pages", "merge_shares", "linear"]
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])]
 
@@ -45,6 +45,7 @@ def arguments(name: str, lanes: int, device: str = "cpu") -> tuple[Any, ...]:
             4,
             1e-6,
         ),
+        "share_pages": (length + 1, candidate[:, 0] % lanes, 16, 20),
         "merge_shares": (
             torch.randn(2 * lanes, 2, 48, 16, generator=generator),
             torch.randn(2 * lanes, 2, 48, generator=generator),
@@ -201,6 +202,11 @@ REFUSED: list[tuple[str, int, Any, str]] = [
     ("tile_heads", 8, torch.ones(35, 2, 16), "value_pool"),
     ("tile_heads", 9, 3, "shared"),
     ("tile_heads", 10, -1.0, "eps"),
+    ("share_pages", 0, torch.ones(4).long(), "used"),
+    ("share_pages", 0, torch.ones(0).int(), "used"),
+    ("share_pages", 1, torch.zeros(4).int(), "lane"),
+    ("share_pages", 2, 0, "parts"),
+    ("share_pages", 3, 0, "most"),
     ("merge_shares", 0, torch.ones(8, 2, 48), "out"),
     ("merge_shares", 0, torch.ones(8, 2, 48, 16).long(), "out"),
     ("merge_shares", 1, torch.ones(8, 2, 47), "lse"),

@@ -29,6 +29,7 @@ TYPES = {
 # Called by a kernel, not launched.
 HELPERS = {"_head", "_joined", "_below", "_finish", "_max", "_run_max", "_key"}
 NAMES = ["row_statistics", "argmax", "allocate_budget", "pack_rows", "accept_prefix"]
+LAYERS = ["tile_heads", "share_pages", "merge_shares"]
 LAUNCHERS = {"linear": "split_linear"}  # where it is not named as the operation
 
 
@@ -99,6 +100,7 @@ def arguments(name: str, lanes: int, dtype: torch.dtype) -> tuple[Any, ...]:
             *(heads, norm, norm, half, half, cell, torch.arange(8 * lanes)),
             *(heads[:, :3].contiguous(), heads[:, :3].contiguous(), 3, 1e-6),
         ),
+        "share_pages": (ints, torch.zeros(8 * lanes).long(), 16, 70),
         "merge_shares": (
             torch.zeros(lanes, 3, 48, 128, dtype=dtype),
             *(torch.zeros(lanes, 3, 48), longs, longs, longs, 16),
@@ -109,7 +111,7 @@ def arguments(name: str, lanes: int, dtype: torch.dtype) -> tuple[Any, ...]:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here the kernels are compiled anyway")
-@pytest.mark.parametrize("name", [*NAMES, "tile_heads", "merge_shares", "linear", "clear_pages"])
+@pytest.mark.parametrize("name", [*NAMES, *LAYERS, "linear", "clear_pages"])
 def test_kernels_compile_for_an_h200(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiler refuses what the interpreter lets pass."""
     module = import_module(f"dscale.kernels.{name}")

@@ -1,7 +1,6 @@
-"""Keys of lanes shared out among sub-lanes: the shares, the tables, attention, the layer."""
+"""Keys of lanes shared out among sub-lanes: the tables, attention, the layer."""
 
 from itertools import chain, product
-from random import Random
 from typing import Any
 
 import pytest
@@ -25,7 +24,7 @@ from dscale.compiled.attention import (
 )
 from dscale.compiled.flow import uniform_rows
 from dscale.compiled.kv import PAGE, Paging, write
-from dscale.compiled.shares import PARTS, shares
+from dscale.compiled.shares import PARTS
 from dscale.kernels.reference_heads import tiles_of
 
 PAGES, HEIGHT = 8, 16
@@ -39,47 +38,6 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
 def paging_of(context: list[int], device: str = "cpu") -> Paging:
     paging = shuffled_paging(context, PAGES, PAGES * len(context) + 1, seed=len(context))
     return Paging(*(table.to(device) for table in paging))
-
-
-def pages_of_lanes() -> list[list[int]]:
-    """Pages of up to 20 lanes, drawn."""
-    random = Random(0)
-    drawn = [[random.randint(1, 70) for _ in range(random.randint(1, 20))] for _ in range(40)]
-    return [*drawn, [1], [70], [1] * 16, [70, 1], [8] * 4, [8] * 8, [1, 1, 1, 70]]
-
-
-def test_shares_hold_every_page_once_and_are_as_small_as_can_be() -> None:
-    for used in pages_of_lanes():
-        most = max(PARTS, len(used))
-        got = shares(torch.tensor(used, dtype=torch.int32), PARTS, 70)
-        lane, first, held = (x.tolist() for x in got[:3])
-        for index, (start, count) in enumerate(zip(*map(Tensor.tolist, got[3:]), strict=True)):
-            mine = range(start, start + count)
-            assert [lane[x] for x in mine] == [index] * count
-            pages = chain(*(range(first[x], first[x] + held[x]) for x in mine))
-            assert list(pages) == list(range(used[index])), used
-        assert sum(held) == sum(used)
-        # What no share may exceed: the smallest size with which there are enough sub-lanes.
-        size = next(p for p in range(1, 71) if sum(-(-n // p) for n in used) <= most)
-        assert max(held) == size or max(held) < size == max(-(-n // size) for n in used), used
-
-
-def test_a_long_lane_takes_the_sub_lanes_that_short_ones_leave() -> None:
-    assert shares(torch.tensor([8, 1]), PARTS, 70).count_N.tolist() == [8, 1]
-    assert shares(torch.tensor([70, 1]), PARTS, 70).count_N.tolist() == [14, 1]
-    assert shares(torch.tensor([8] * 8), PARTS, 70).count_N.tolist() == [2] * 8
-    assert shares(torch.tensor([1] * 7 + [36]), PARTS, 70).count_N.tolist() == [1] * 7 + [9]
-
-
-@pytest.mark.parametrize("lanes", [16, 17, 40])
-def test_sub_lanes_are_the_lanes_where_those_are_enough(lanes: int) -> None:
-    used = torch.tensor([Random(lanes).randint(1, 70) for _ in range(lanes)])
-    got = shares(used.int(), PARTS, 70)
-    assert torch.equal(got.lane_X, torch.arange(lanes))
-    assert torch.equal(got.start_N, torch.arange(lanes))
-    assert torch.equal(got.held_X, used)
-    assert set(got.count_N.tolist()) == {1}
-    assert not got.first_X.any()
 
 
 def test_parts_are_for_flex_attention_alone() -> None:
