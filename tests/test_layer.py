@@ -97,9 +97,8 @@ class Stage(torch.nn.Module):
     ("tile", "steps"),
     [
         (Tile(height=16, flex=False), [(3, 16), (3, 16), (2, 16), (2, 16)]),
-        (Tile(height=16, parts=16), [(2, 8), (17, 2), (16, 1), (32, 3), (8, 2), (3, 16), (9, 1)]),
-        (Tile(height=16, parts=16), [(16, 1), (2, 8), (9, 1), (32, 1)]),
-        (Tile(height=16, parts=16), [(32, 1), (16, 16), (3, 2), (17, 1)]),
+        (Tile(height=16, parts=16), [(2, 8), (17, 2), (16, 1), (8, 2), (3, 16)]),
+        (Tile(height=16, parts=16), [(16, 1), (2, 8), (32, 1), (9, 1)]),
     ],
 )
 @torch.no_grad()
