@@ -59,7 +59,8 @@ class Bench:
             return ResultFile(args.out / f"{name}.json", keys, base)
 
         self.steps = file("decode_step", (*STEP_KEYS, "context"))
-        self.gains = file("mode_gains", (*STEP_KEYS, "prompt", "trace"))
+        # Of every commit: what modes gain over each other is a ratio within one.
+        self.gains = file("mode_gains", (*STEP_KEYS, "prompt", "trace", "commit"))
         self.counters = file("graph_counters", STEP_KEYS)
         self.sampling = file("sampling_cost", (*STEP_KEYS, "context"))
         self.pools = file("pool_growth", (*STEP_KEYS, "context"))

@@ -182,6 +182,12 @@ def one_trace(rows: Rows) -> Rows:
     return found
 
 
+def newest(rows: Rows) -> Rows:
+    """Of the rows that differ in nothing but when they were measured the last one in the file."""
+    cell = ("model", "mode", "budget", "tile", "sampling", "requests", "prompt", "trace")
+    return list({tuple(row.get(key) for key in cell): row for row in rows}.values())
+
+
 def conditions(rows: Iterable[Row], *more: str) -> str:
     """Machine, number format, versions, commits and dates of rows, and what else is said."""
     rows = list(rows)
