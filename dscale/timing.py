@@ -17,6 +17,7 @@ from dscale.compiled.attention import PREFILL_TILE, VERIFY_TILE
 from dscale.compiled.capture import begin_step
 from dscale.compiled.kv import PAGE
 from dscale.config import EngineConfig
+from dscale.host_pack import pack_on_host
 from dscale.policy import MULTIPLES, Cost
 from dscale.prefill import FILL_ROWS, bucket_of_tiles
 from dscale.stages import Stage, Stages
@@ -102,6 +103,8 @@ class Runner:
         packed = self.workspace.packed(lanes, lanes * VERIFY_TILE)
         if rows and self.stages.host_lengths:
             decide(requests, step)
+            # Else the last step's rows would be run again, over keys and values that are kept.
+            pack_on_host(requests, step, packed)
         else:
             decide(requests, step, packed)
         self.stages.verify(requests, step, self.workspace.packed(lanes, rows or lanes))
