@@ -101,8 +101,9 @@ def test_buckets_timed_alone_leave_fresh_slots(mode: Any, pair: Pair) -> None:
         assert workspace is not None
         (stages,) = core._stages.values()
         kinds = bucket_kinds(spec.engine.config)
-        capture_buckets(workspace, stages, [2, 4], kinds, costs, alone=True)
-        assert len(costs.table) == 2 * len(kinds)
+        more = workspace.max_requests + 1
+        capture_buckets(workspace, stages, [2, 4, more], kinds, costs, alone=True)
+        assert len(costs.table) == 3 * len(kinds)
         assert min(cost.at(0) for cost in costs.table.values()) > 0
         for ours, fresh in zip(workspace.requests, workspace.host_requests(), strict=True):
             if ours is not workspace.requests.anchor_S:
