@@ -208,7 +208,7 @@ def capture_buckets(
         fast = runner.milliseconds(count, rows)
         per_token = max(0.0, slow - fast) / (count * (far - near)) if far > near else 0.0
         costs.table[count, rows] = Cost(fast, per_token)
-    for count in {count for count, _ in wanted}:  # those of more lanes than slots have the idle one
+    for count in {count for count, _ in wanted}:  # of more lanes than slots: the idle one
         runner.rest(count)
 
 
