@@ -82,8 +82,9 @@ class Tile:
         return 1 if self.per_head and self.flex else group
 
     def q_block(self, group: int) -> int:
-        """Rows of one query block: the packed tile, padded to a power of two, at most 128."""
-        return self.block or min(128, 1 << (self.height * self.heads(group) - 1).bit_length())
+        """Rows of one query block: the packed tile, padded to a power of two, 16 to 128."""
+        rows = 1 << (self.height * self.heads(group) - 1).bit_length()
+        return self.block or min(128, max(16, rows))
 
 
 def paged_mask(logical_NP: Tensor, context_N: Tensor, tile: Tile) -> MaskMod:
@@ -240,15 +241,21 @@ def kernel_options(tile: Tile, group: int, query: Tensor) -> FlexKernelOptions:
     0.83 ms (4 layers of 8B shape, 8 requests, H200); 4 warps, 3 stages and 64 keys a step were the
     best of those tried for a verify tile. 128 rows of 128 sums are too many for the registers of 4
     warps; PyTorch takes 8 there, too. Three stages of wide float32 heads would not fit into a
-    Hopper GPU's 227 KiB of shared memory."""
-    height, keys, head_dim = max(16, tile.q_block(group)), 64, query.shape[-1]
-    staged = query.element_size() * head_dim * (height + 3 * 2 * keys)
+    Hopper GPU's 227 KiB of shared memory, nor would one of 64 keys of 256; heads are padded to
+    powers of two there."""
+    height, keys, head_dim = tile.q_block(group), 64, 1 << (query.shape[-1] - 1).bit_length()
+
+    def fits(stages: int) -> bool:
+        staged = query.element_size() * head_dim * (height + stages * 2 * keys)
+        return staged <= 220 * 1024
+
+    stages = 3 if fits(3) else 1
     return {
         "FORCE_USE_FLEX_ATTENTION": True,
         "BLOCK_M": height,
-        "BLOCK_N": keys,
+        "BLOCK_N": keys if fits(stages) else keys // 2,
         "num_warps": 8 if height * head_dim >= 128 * 128 else 4,
-        "num_stages": 3 if staged <= 220 * 1024 else 1,
+        "num_stages": stages,
     }
 
 
