@@ -21,7 +21,7 @@ from tqdm import tqdm
 from bench.graphs import BYTES_PER_S
 from bench.operators import microseconds
 from bench.result_files import ResultFile
-from bench.rows import RESULTS, environment
+from bench.rows import RESULTS, environment, machine
 from bench.shapes import SHAPES, Shape
 from dscale.compiled.attention import VERIFY_TILE, Rows, Tile, Visibility, attend, view
 from dscale.compiled.flow import uniform_rows
@@ -154,8 +154,7 @@ def measured(
 
 def main() -> None:
     args = parse()
-    device = torch.device("cpu" if args.tiny else "cuda:0")
-    dtype = torch.float32 if args.tiny else torch.bfloat16
+    device, dtype = machine(args.tiny)
     base = environment(args.commit) | {"dtype": str(dtype).removeprefix("torch.")}
     file = ResultFile(args.out / "shared_keys.json", KEYS, base)
     sizes = args.requests, args.contexts, args.sub_lanes

@@ -113,6 +113,12 @@ class BlockTables(NamedTuple):
     full_index: Tensor
 
 
+def used_pages(paging: Paging, tile: Tile) -> Tensor:
+    """Pages of each lane that its tile's rows reach, `[N]`."""
+    used_N = (paging.context_N + tile.height + PAGE - 1) // PAGE
+    return torch.clamp(used_N, max=paging.page_NL.shape[1])
+
+
 def block_tables(
     paging: Paging, tile: Tile, group: int, held_N: Tensor | None = None
 ) -> BlockTables:
@@ -124,7 +130,7 @@ def block_tables(
     logical_pages, num_pages = paging.page_NL.shape[1], paging.logical_NP.shape[1]
     num_blocks = -(-tile.height * tile.heads(group) // tile.q_block(group))
     full_N = paging.context_N // PAGE
-    used_N = torch.clamp((paging.context_N + tile.height + PAGE - 1) // PAGE, max=logical_pages)
+    used_N = used_pages(paging, tile)
     if held_N is not None:
         full_N = torch.minimum(torch.clamp(full_N, min=0), held_N)
         used_N = torch.minimum(torch.clamp(used_N, min=0), held_N)
@@ -188,9 +194,7 @@ def view(rows: Rows, paging: Paging, tile: Tile, group: int) -> tuple[Rows, Pagi
     where the tile has any."""
     if not tile.parts:
         return rows, paging, visibility(paging, tile, group)
-    logical_pages = paging.page_NL.shape[1]
-    used_N = torch.clamp((paging.context_N + tile.height + PAGE - 1) // PAGE, max=logical_pages)
-    part = shares(used_N, tile.parts, logical_pages)
+    part = shares(used_pages(paging, tile), tile.parts, paging.page_NL.shape[1])
     count_R, start_R = part.count_N[rows.lane_R], part.start_N[rows.lane_R]
     rows = rows._replace(row_NT=rows.row_NT[part.lane_X], lane_R=start_R)
     paging = sub_paging(paging, part)

@@ -11,17 +11,16 @@ from torch import Tensor, nn
 
 from dscale.compiled.attention import Tile
 from dscale.compiled.drafter import Drafter
-from dscale.compiled.flow import LENGTH, SCORES, Packed, Requests, Step, uniform_rows
+from dscale.compiled.flow import LENGTH, SCORES, Packed, Requests, Step, TiledStage, uniform_rows
 from dscale.compiled.kv import PAGE, KVPool
 from dscale.compiled.predictor import Predictor, batch_context, running_product
 from dscale.compiled.sampling import best_tokens
-from dscale.compiled.shares import FEW_LANES
 from dscale.compiled.target import Target
 from dscale.kernels import ops
 from dscale.kernels.reference_statistics import features_from_statistics
 
 
-class Decide(nn.Module):
+class Decide(TiledStage):
     """Draft the lanes' next tokens into `step.candidate_NC`.
 
     `rows`: rows per request that verify will read, so that only rows - 1 draft positions meet the
@@ -49,10 +48,6 @@ class Decide(nn.Module):
         block = drafter.config.block_size
         self.tile = Tile(height=block, causal=False, flex=flex)
         self.few = replace(self.tile, parts=parts) if parts else None
-
-    def tile_for(self, lanes: int) -> Tile:
-        """The tile of a step of so many lanes; there is a graph for each tile (`capture`)."""
-        return self.tile if self.few is None or lanes > FEW_LANES else self.few
 
     def forward(self, requests: Requests, step: Step, packed: Packed | None = None) -> None:
         """Candidates; with scores also `step.length_N`; and with `packed`, at least W * N rows,

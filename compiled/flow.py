@@ -1,4 +1,5 @@
-"""The records that flow between the stages of a step, the rows they verify, and the commit.
+"""The records that flow between the stages of a step, the rows they verify, the tile they do it
+with, and the commit.
 
 Shapes: S request slots (the last one is the idle slot, never live), N lanes of this step, W = 16
 block and tile rows, C = W - 1 candidates, M packed rows, L logical pages, P physical pages, Z stop
@@ -9,13 +10,14 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from dscale.compiled.attention import VERIFY_TILE, Rows
+from dscale.compiled.attention import VERIFY_TILE, Rows, Tile
 from dscale.compiled.kv import Paging, slots_of
 from dscale.compiled.penalty import see
 from dscale.compiled.predictor import RECENT
 from dscale.compiled.sampling import NO_TOKEN, Sampling
+from dscale.compiled.shares import FEW_LANES
 
 # Columns of `Step.result_NX`, all int32: one copy to the host carries them.
 TOKENS = slice(0, VERIFY_TILE)
@@ -101,6 +103,18 @@ class Packed(NamedTuple):
         """The rows for attention. A lane without rows points past the last one: cut here."""
         row_NT = torch.clamp(self.row_NT, max=self.token_M.shape[0] - 1)
         return Rows(self.position_M, self.slot_M, self.lane_M, self.tile_row_M, row_NT)
+
+
+class TiledStage(nn.Module):
+    """A stage with a tile for steps of at most FEW_LANES lanes, `few`, None for the same one, and
+    one for steps of more, `tile`."""
+
+    tile: Tile
+    few: Tile | None
+
+    def tile_for(self, lanes: int) -> Tile:
+        """The tile of a step of so many lanes; there is a graph for each tile (`capture`)."""
+        return self.tile if self.few is None or lanes > FEW_LANES else self.few
 
 
 def uniform_rows(paging: Paging, width: int, height: int) -> Rows:

@@ -6,21 +6,20 @@ Shapes: N lanes, W = 16 block, C = W - 1 candidates, M packed rows, T rows per l
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dscale.compiled.attention import VERIFY_TILE, Rows, Tile
 from dscale.compiled.drafter import Drafter
-from dscale.compiled.flow import Packed, Requests, Step, commit, remember, uniform_rows
+from dscale.compiled.flow import Packed, Requests, Step, TiledStage, commit, remember, uniform_rows
 from dscale.compiled.kv import KVPool, Paging
 from dscale.compiled.penalty import block_before, penalise
 from dscale.compiled.sampling import Chooser, choose
-from dscale.compiled.shares import FEW_LANES
 from dscale.compiled.target import Target
 from dscale.kernels import ops
 from dscale.kernels.reference import accept_prefix
 
 
-class Verify(nn.Module):
+class Verify(TiledStage):
     """Verify packed rows, or without `packed` `rows` rows of every lane: the anchor and the first
     rows - 1 candidates (rows 1: plain decoding)."""
 
@@ -41,10 +40,6 @@ class Verify(nn.Module):
         self.target, self.pool = target, pool
         self.drafter, self.draft_pool = drafter, draft_pool
         self.rows, self.chooser, self.tile, self.few = rows, chooser, tile, few
-
-    def tile_for(self, lanes: int) -> Tile:
-        """The tile of a step of so many lanes; there is a graph for each tile (`capture`)."""
-        return self.tile if self.few is None or lanes > FEW_LANES else self.few
 
     def forward(self, requests: Requests, step: Step, packed: Packed | None = None) -> None:
         paging = requests.paging(step.slot_N)
