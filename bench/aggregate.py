@@ -19,6 +19,9 @@ CELL = (
 )  # fmt: skip
 """What tells one closed-loop configuration from another, mode and repetition aside."""
 
+GAIN_CELL = ("model", "mode", "budget", "tile", "sampling", "requests", "prompt", "trace")
+"""The same of a row of mode_gains.json, whose rows of every commit are kept."""
+
 METHOD = ("mode", "budget")
 LOOP_KEYS = (*CELL, *METHOD, "repetition")
 LOOP_FIELDS = (*LOOP_KEYS, "tokens_per_s", "latency_ms", "ttft_ms")

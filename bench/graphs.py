@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from bench.aggregate import read_rows
 from bench.result_files import ResultFile
-from bench.rows import RESULTS, environment
+from bench.rows import RESULTS, environment, machine
 from bench.shapes import SHAPES, Models, Shape, build
 from bench.simulated import SETTINGS, Trace, draw
 from bench.step_bench import STEP_KEYS
@@ -150,8 +150,7 @@ def main() -> None:
             files[graph].put(row)
         print({name: len(file.rows) for name, file in files.items()})
         return
-    device = torch.device("cpu" if args.tiny else "cuda:0")
-    dtype = torch.float32 if args.tiny else torch.bfloat16
+    device, dtype = machine(args.tiny)
     base = environment(args.commit) | {"dtype": str(dtype).removeprefix("torch.")}
     with torch.no_grad():
         for name in args.models:

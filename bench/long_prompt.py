@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 import dscale
 from bench.result_files import ResultFile
-from bench.rows import RESULTS, environment
+from bench.rows import RESULTS, environment, machine
 from bench.shapes import SHAPES, build
 from dscale.config import EngineConfig
 from dscale.engine import Engine
@@ -198,8 +198,7 @@ def parse() -> argparse.Namespace:
         args.chunks, args.room = [128, 1024], 3000
     elif not torch.cuda.is_available():
         parser.error("needs a CUDA device; --tiny runs it at toy size on a CPU")
-    args.device = torch.device("cpu" if args.tiny else "cuda:0")
-    args.dtype = torch.float32 if args.tiny else torch.bfloat16
+    args.device, args.dtype = machine(args.tiny)
     return args
 
 

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from bench.graphs import BYTES_PER_S
 from bench.result_files import ResultFile
-from bench.rows import RESULTS, environment
+from bench.rows import RESULTS, environment, machine
 from bench.shapes import SHAPES, Shape
 from dscale.compiled.attention import VERIFY_TILE
 from dscale.compiled.kv import PAGE
@@ -118,8 +118,7 @@ def measured(
 
 def main() -> None:
     args = parse()
-    device = torch.device("cpu" if args.tiny else "cuda:0")
-    dtype = torch.float32 if args.tiny else torch.bfloat16
+    device, dtype = machine(args.tiny)
     base = environment(args.commit) | {"dtype": str(dtype).removeprefix("torch.")}
     file = ResultFile(args.out / "operators.json", KEYS, base)
     with torch.no_grad():

@@ -33,6 +33,13 @@ def environment(commit: str | None = None) -> dict[str, Any]:
     }
 
 
+def machine(tiny: bool) -> tuple[torch.device, torch.dtype]:
+    """Where a bench runs, and in which numbers: the first GPU, or at toy size a CPU."""
+    if tiny:
+        return torch.device("cpu"), torch.float32
+    return torch.device("cuda:0"), torch.bfloat16
+
+
 def head_commit() -> str:
     """The checked-out commit, "unknown" outside a git checkout."""
     done = subprocess.run(

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from bench.aggregate import GAIN_CELL
 from bench.attempts import Attempts
 from bench.profile_step import counts, format_table, graph_pool_mib
 from bench.result_files import ResultFile
@@ -59,7 +60,8 @@ class Bench:
             return ResultFile(args.out / f"{name}.json", keys, base)
 
         self.steps = file("decode_step", (*STEP_KEYS, "context"))
-        self.gains = file("mode_gains", (*STEP_KEYS, "prompt", "trace"))
+        # Of every commit: what modes gain over each other is a ratio within one.
+        self.gains = file("mode_gains", (*GAIN_CELL, "commit"))
         self.counters = file("graph_counters", STEP_KEYS)
         self.sampling = file("sampling_cost", (*STEP_KEYS, "context"))
         self.pools = file("pool_growth", (*STEP_KEYS, "context"))

@@ -96,7 +96,7 @@ def shared_stages(
     key = (verify.drafter is None, verify.rows, verify.tile, chooser, case.config.adaptive)
     return dataclasses.replace(
         raw,
-        decide=decide and make(("decide", decide.rows, decide.seed), decide, True),
+        decide=decide and make(("decide", decide.rows, decide.seed, decide.tile), decide, True),
         anchors=raw.anchors and make("anchors", raw.anchors, False),
         verify=make(key, verify, True),
     )

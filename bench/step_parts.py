@@ -18,14 +18,11 @@ from dscale.decode import Decoding, Launch
 from dscale.policy import Policy
 from dscale.request import Request
 from dscale.stats import Stats
-from dscale.timing import buckets_to
+from dscale.timing import ENDLESS, buckets_to
 from dscale.workspace import bucket_of
 
 WARM_UP = 4
 """Steps before a measurement: a bucket runs, records, then replays."""
-
-ENDLESS = 1 << 20
-"""Tokens a request may still emit where none should end."""
 
 PROFILED, SKIPPED = 8, 3
 """Steps under the profiler, and those at its start that do not count."""

@@ -82,8 +82,9 @@ class Tile:
         return 1 if self.per_head and self.flex else group
 
     def q_block(self, group: int) -> int:
-        """Rows of one query block: the packed tile, padded to a power of two, at most 128."""
-        return self.block or min(128, 1 << (self.height * self.heads(group) - 1).bit_length())
+        """Rows of one query block: the packed tile, padded to a power of two, 16 to 128."""
+        rows = 1 << (self.height * self.heads(group) - 1).bit_length()
+        return self.block or min(128, max(16, rows))
 
 
 def paged_mask(logical_NP: Tensor, context_N: Tensor, tile: Tile) -> MaskMod:
@@ -112,6 +113,12 @@ class BlockTables(NamedTuple):
     full_index: Tensor
 
 
+def used_pages(paging: Paging, tile: Tile) -> Tensor:
+    """Pages of each lane that its tile's rows reach, `[N]`."""
+    used_N = (paging.context_N + tile.height + PAGE - 1) // PAGE
+    return torch.clamp(used_N, max=paging.page_NL.shape[1])
+
+
 def block_tables(
     paging: Paging, tile: Tile, group: int, held_N: Tensor | None = None
 ) -> BlockTables:
@@ -123,7 +130,7 @@ def block_tables(
     logical_pages, num_pages = paging.page_NL.shape[1], paging.logical_NP.shape[1]
     num_blocks = -(-tile.height * tile.heads(group) // tile.q_block(group))
     full_N = paging.context_N // PAGE
-    used_N = torch.clamp((paging.context_N + tile.height + PAGE - 1) // PAGE, max=logical_pages)
+    used_N = used_pages(paging, tile)
     if held_N is not None:
         full_N = torch.minimum(torch.clamp(full_N, min=0), held_N)
         used_N = torch.minimum(torch.clamp(used_N, min=0), held_N)
@@ -187,9 +194,8 @@ def view(rows: Rows, paging: Paging, tile: Tile, group: int) -> tuple[Rows, Pagi
     where the tile has any."""
     if not tile.parts:
         return rows, paging, visibility(paging, tile, group)
-    logical_pages = paging.page_NL.shape[1]
-    used_N = torch.clamp((paging.context_N + tile.height + PAGE - 1) // PAGE, max=logical_pages)
-    part = share_pages(used_N, rows.lane_R, tile.parts, logical_pages)
+    used_N = used_pages(paging, tile)
+    part = share_pages(used_N, rows.lane_R, tile.parts, paging.page_NL.shape[1])
     rows = rows._replace(row_NT=rows.row_NT[part.lane_X], lane_R=part.start_R)
     paging = sub_paging(paging, part.lane_X, part.first_X, part.held_X)
     tables = block_tables(paging, tile, group, part.held_X)
@@ -240,15 +246,21 @@ def kernel_options(tile: Tile, group: int, query: Tensor) -> FlexKernelOptions:
     0.83 ms (4 layers of 8B shape, 8 requests, H200); 4 warps, 3 stages and 64 keys a step were the
     best of those tried for a verify tile. 128 rows of 128 sums are too many for the registers of 4
     warps; PyTorch takes 8 there, too. Three stages of wide float32 heads would not fit into a
-    Hopper GPU's 227 KiB of shared memory."""
-    height, keys, head_dim = max(16, tile.q_block(group)), 64, query.shape[-1]
-    staged = query.element_size() * head_dim * (height + 3 * 2 * keys)
+    Hopper GPU's 227 KiB of shared memory, nor would one of 64 keys of 256; heads are padded to
+    powers of two there."""
+    height, keys, head_dim = tile.q_block(group), 64, 1 << (query.shape[-1] - 1).bit_length()
+
+    def fits(stages: int) -> bool:
+        staged = query.element_size() * head_dim * (height + stages * 2 * keys)
+        return staged <= 220 * 1024
+
+    stages = 3 if fits(3) else 1
     return {
         "FORCE_USE_FLEX_ATTENTION": True,
         "BLOCK_M": height,
-        "BLOCK_N": keys,
+        "BLOCK_N": keys if fits(stages) else keys // 2,
         "num_warps": 8 if height * head_dim >= 128 * 128 else 4,
-        "num_stages": 3 if staged <= 220 * 1024 else 1,
+        "num_stages": stages,
     }
 
 

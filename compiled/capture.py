@@ -3,6 +3,7 @@ sizes."""
 
 from __future__ import annotations
 
+import ctypes
 import sys
 import threading
 import types
@@ -87,7 +88,7 @@ def own_trees() -> Iterator[None]:
     locks: dict[int, threading.Lock] = defaultdict(threading.Lock)
     for name, value in (("tree_manager_containers", containers), ("tree_manager_locks", locks)):
         setattr(trees.local, name, value)
-        torch._C._stash_obj_in_tls(name, value)
+        _stash(name, value)
     try:
         yield
     finally:
@@ -95,3 +96,14 @@ def own_trees() -> Iterator[None]:
             if container.tree_manager is not None:
                 container.tree_manager.shutdown()
         containers.clear()
+
+
+def _stash(name: str, value: object) -> None:
+    """Hand an object to PyTorch's thread-local storage, which lets go of it as the thread ends.
+
+    torch 2.11 lets go of a reference that it never took: the object would be freed twice, under
+    whatever runs by then."""
+    before = sys.getrefcount(value)
+    torch._C._stash_obj_in_tls(name, value)
+    if sys.getrefcount(value) == before:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))

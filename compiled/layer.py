@@ -7,6 +7,7 @@ compiled once: what a stage takes to trace and to compile does not grow with the
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -200,7 +201,14 @@ def run_compiled(
     # Below autograd in every call: the first one of a stage is anyway, as AOT autograd watches it,
     # and what was compiled there would be compiled anew at the next, while that is recorded.
     with torch._C._AutoDispatchBelowADInplaceOrView():
-        return _compiled(signature, eps, form)(x, branch, shared, w, pool)
+        with _making:
+            code = _compiled(signature, eps, form)
+        return code(x, branch, shared, w, pool)
+
+
+_making = threading.Lock()
+"""Two engines' threads that make the same layer's code at once must both get the one that is kept:
+one that is compiled later, while a stage is recorded, breaks the recording."""
 
 
 class Code(nn.Module):

@@ -44,44 +44,17 @@ class TargetConfig:
 class Layer(nn.Module):
     """One pre-norm decoder layer; query, key and value are fused, so are gate and up."""
 
-    input_norm: Tensor
-    qkv: Tensor
-    qkv_bias: Tensor | None
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    o: Tensor
-    o_bias: Tensor | None
-    post_norm: Tensor
-    gate_up: Tensor
-    gate_up_bias: Tensor | None
-    down: Tensor
-    down_bias: Tensor | None
-
-    def __init__(self, config: TargetConfig, tensors: dict[str, Tensor | None]) -> None:
+    def __init__(self, tensors: dict[str, Tensor | None]) -> None:
         super().__init__()
-        self.config = config
         self.aids: dict[str, Tensor] = {}
         for name in TENSORS:
             self.register_parameter(name, frozen(tensors.get(name)))
 
-    def forward(
-        self,
-        x: Tensor,
-        branch: Tensor,
-        shared: Shared,
-        pool: tuple[Tensor, Tensor],
-        tile: Tile,
-    ) -> tuple[Tensor, Tensor]:
-        """Packed rows `[R, D]` through the layer; see `layer.layer`."""
-        c = self.config
-        form = form_of(c.head_dim, c.num_kv_heads, c.num_heads // c.num_kv_heads, tile)
-        return layer(x, branch, shared, self.weights, pool, c.rms_eps, form)
-
     @property
     def weights(self) -> Weights:
         """The layer's tensors and their aids."""
-        tensors = {name: getattr(self, name) for name in TENSORS}
-        return Weights(**tensors, **{f"{name}_aid": aid for name, aid in self.aids.items()})
+        tensors = (getattr(self, name) for name in TENSORS)
+        return Weights(*tensors, *(self.aids.get(name) for name in PROJECTIONS))
 
     def pack(self) -> None:
         """Keep a copy of the projections in oneDNN's blocked layout and use it (CPU only)."""
@@ -118,7 +91,7 @@ class Target(nn.Module):
         self.config, self.taps = config, taps
         for name, weight in (("embedding", embedding), ("norm", norm), ("head", head)):
             self.register_parameter(name, frozen(weight))
-        self.layers = nn.ModuleList(Layer(config, tensors) for tensors in layers)
+        self.layers = nn.ModuleList(map(Layer, layers))
         self.packed_head: Tensor | None = None
         self.turn: Tensor | None = None
         self.register_buffer("inv_freq", inv_freq.float(), persistent=False)
@@ -163,12 +136,14 @@ class Target(nn.Module):
         1]`), or None without taps."""
         x = self.embed(token_R)
         cos, sin = rotary_table(rows.position_R, self.inv_freq, self.config.rope_scaling, x.dtype)
+        c, branch = self.config, torch.zeros_like(x)
         shared = Shared(cos, sin, *view(rows, paging, tile, self.group))
-        branch = torch.zeros_like(x)
+        form = form_of(c.head_dim, c.num_kv_heads, self.group, tile)
         tapped: dict[int, Tensor] = {}
         for index, own in enumerate(self.layers):
-            x, branch = own(x, branch, shared, pool.layer(index), tile)
+            assert isinstance(own, Layer)
+            x, branch = layer(x, branch, shared, own.weights, pool.layer(index), c.rms_eps, form)
             if index in self.taps:
                 tapped[index] = add(x, branch)
         taps = torch.cat([tapped[i] for i in self.taps], -1) if self.taps else None
-        return rms_norm(add(x, branch), self.norm, self.config.rms_eps), taps
+        return rms_norm(add(x, branch), self.norm, c.rms_eps), taps

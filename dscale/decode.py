@@ -48,16 +48,10 @@ class Decoding:
     def launch(self, live: list[Request]) -> Launch:
         """Start one step of placed requests."""
         lanes = bucket_of(len(live)) if self.padded else len(live)
-        requests, idle = self.workspace.requests, self.workspace.max_requests
+        idle = self.workspace.max_requests
         step = self.workspace.assign([r.slot for r in live] + [idle] * (lanes - len(live)))
         choice = self._choose(lanes, live)
-        begin_step()
-        if choice is not None:
-            self._adaptive(step, lanes, choice)
-        else:
-            if self.stages.decide is not None:
-                self.stages.decide(requests, step)
-            self.stages.verify(requests, step)
+        run_stages(self.workspace, self.stages, step, lanes, choice)
         return Launch(live, choice, Results.of(step.result_NX, late=self.late))
 
     def run(self, live: list[Request]) -> None:
@@ -82,19 +76,6 @@ class Decoding:
         # Without buckets there are exactly the rows that will be used.
         most = sum(min(self.workspace.block, r.max_new_tokens - len(r.tokens)) for r in live)
         return Choice(min(choice.rows, choice.average * len(live), most), choice.average)
-
-    def _adaptive(self, step: Step, lanes: int, choice: Choice) -> None:
-        workspace = self.workspace
-        decide = self.stages.decide if choice.draft else self.stages.anchors
-        assert decide is not None
-        workspace.make_room(step, choice.rows, choice.average)
-        packed = workspace.packed(lanes, lanes * VERIFY_TILE)
-        if self.stages.host_lengths and choice.draft:
-            decide(workspace.requests, step)
-            pack_on_host(workspace.requests, step, packed)
-        else:
-            decide(workspace.requests, step, packed)
-        self.stages.verify(workspace.requests, step, workspace.packed(lanes, choice.rows))
 
     def finish(self, launch: Launch) -> list[Request]:
         """Hand out a step's tokens; returns the requests that end with it."""
@@ -134,3 +115,27 @@ class Decoding:
             length_N = result_NX[took_part, LENGTH].astype(np.float32)
             accepted_N = result_NX[took_part, COUNT].astype(np.float32) - 1
             self.policy.observe(score_NC[took_part], length_N, accepted_N)
+
+
+def run_stages(
+    workspace: Workspace, stages: Stages, step: Step, lanes: int, choice: Choice | None
+) -> None:
+    """Run a step of `lanes` lanes: decide, or anchors where nothing is drafted, and verify.
+    `choice` None: uniform rows."""
+    requests = workspace.requests
+    begin_step()
+    if choice is None:
+        if stages.decide is not None:
+            stages.decide(requests, step)
+        stages.verify(requests, step)
+        return
+    decide = stages.decide if choice.draft else stages.anchors
+    assert decide is not None
+    workspace.make_room(step, choice.rows, choice.average)
+    packed = workspace.packed(lanes, lanes * VERIFY_TILE)
+    if stages.host_lengths and choice.draft:
+        decide(requests, step)
+        pack_on_host(requests, step, packed)
+    else:
+        decide(requests, step, packed)
+    stages.verify(requests, step, workspace.packed(lanes, choice.rows))

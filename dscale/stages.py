@@ -98,12 +98,11 @@ def build_stages(
 
 
 def split_products(target: Target, drafter: Drafter | None) -> None:
-    """Let both take turns in the same buffer at the products that kernels/linear_plans splits."""
-    if target.turn is None:
-        target.split(turns(target.inv_freq.device))
-    if drafter is not None and drafter.turn is None:
-        assert target.turn is not None
-        drafter.split(target.turn)
+    """Let each take turns at the products that kernels/linear_plans splits, in a buffer of its
+    own: a drafter may serve several engines, whose threads do not wait for one another."""
+    for model in (target, drafter):
+        if model is not None and model.turn is None:
+            model.split(turns(target.inv_freq.device))
 
 
 def prompt_stage(

@@ -17,7 +17,8 @@ from dscale.compiled.attention import PREFILL_TILE, VERIFY_TILE
 from dscale.compiled.capture import begin_step
 from dscale.compiled.kv import PAGE
 from dscale.config import EngineConfig
-from dscale.policy import MULTIPLES, Cost
+from dscale.decode import run_stages
+from dscale.policy import MULTIPLES, Choice, Cost
 from dscale.prefill import FILL_ROWS, bucket_of_tiles
 from dscale.stages import Stage, Stages
 from dscale.workspace import BUCKETS, Workspace, bucket_of
@@ -87,24 +88,11 @@ class Runner:
 
     def step(self, lanes: int, rows: int | None) -> None:
         """A drafted step of `rows` packed rows, with 0 a plain one, with None a uniform one."""
-        requests = self.workspace.requests
+        choice = None if rows is None else Choice(rows, -(-rows // lanes))
+        if rows == 0:
+            choice = Choice(lanes, 1, draft=False)
         step = self.workspace.assign(self.slots(lanes))
-        begin_step()
-        if rows is None:
-            if self.stages.decide is not None:
-                self.stages.decide(requests, step)
-            self.stages.verify(requests, step)
-            return
-        decide = self.stages.decide if rows else self.stages.anchors
-        assert decide is not None
-        if rows:
-            self.workspace.make_room(step, rows, -(-rows // lanes))
-        packed = self.workspace.packed(lanes, lanes * VERIFY_TILE)
-        if rows and self.stages.host_lengths:
-            decide(requests, step)
-        else:
-            decide(requests, step, packed)
-        self.stages.verify(requests, step, self.workspace.packed(lanes, rows or lanes))
+        run_stages(self.workspace, self.stages, step, lanes, choice)
 
     def at_context(self, lanes: int, context: int) -> int:
         """Let the lanes read whole pages, up to `context` tokens each; returns how many. Live ones
@@ -205,7 +193,8 @@ def capture_buckets(
         fast = runner.milliseconds(count, rows)
         per_token = max(0.0, slow - fast) / (count * (far - near)) if far > near else 0.0
         costs.table[count, rows] = Cost(fast, per_token)
-    runner.rest(max(count for count, _ in wanted))
+    for count in {count for count, _ in wanted}:  # of more lanes than slots: the idle one
+        runner.rest(count)
 
 
 def capture_prompts(workspace: Workspace, prompt: Stage, prefill_chunk: int) -> None:

@@ -54,9 +54,9 @@ def step_of(row: Row) -> str:
 
 
 def compute(folder: Path) -> Rows:
-    """One row per step and concurrency of every series that has the control and another step:
-    decode rates of simulated acceptance at the shortest prompt, and the pair's closed loops on
-    GSM8K."""
+    """One row per step and concurrency of every series that has the control and another step, each
+    of one commit: decode rates of simulated acceptance at the shortest prompt, and the pair's
+    closed loops on GSM8K."""
     rows = reproduced.read("mode_gains.json", GAIN_FIELDS, folder)
     rates = [
         row | {"concurrency": row["requests"], "rate": row["decode_tokens_per_s"],
@@ -74,10 +74,16 @@ def compute(folder: Path) -> Rows:
     ]
     found = []
     for key in dict.fromkeys((row["model"], row["of"]) for row in rates):
-        some = [r for r in rates if (r["model"], r["of"]) == key and step_of(r)]
+        some = of_one_commit([r for r in rates if (r["model"], r["of"]) == key and step_of(r)])
         if len({step_of(row) for row in some} | {"dflash"}) > 2 and kind_of(key[0]):
             found += [of_step(row) for row in some]
     return reproduced.on_gpu(found)
+
+
+def of_one_commit(rows: Rows) -> Rows:
+    """The rows of the commit that has most steps, the last in the file of those that do."""
+    each = [where(rows, commit=name) for name in dict.fromkeys(row["commit"] for row in rows)]
+    return max(reversed(each), key=lambda some: len({step_of(row) for row in some}), default=[])
 
 
 def of_step(row: Row) -> Row:

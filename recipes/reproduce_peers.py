@@ -43,7 +43,7 @@ def compute(folder: Path) -> Rows:
     """Rows of two kinds: "sglang" (rates and steps in the setting SGLang was measured in) and
     "user" (rates of every way to generate with the SmolLM2 pair)."""
     found: Rows = []
-    rows = reproduced.read("mode_gains.json", GAIN_FIELDS, folder)
+    rows = reproduced.newest(reproduced.read("mode_gains.json", GAIN_FIELDS, folder))
     for row in where(rows, trace="six", sampling="greedy"):
         if row["prompt"] != PROMPTS.get((kind_of(row["model"]), row["requests"]), 128):
             continue

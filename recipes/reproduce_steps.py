@@ -32,7 +32,8 @@ def compute(folder: Path) -> Rows:
     over, at the longest context), "sampling" (such a step sampled over a greedy one), "pool"
     (after a ragged run that captured every bucket), "floor" (graphs over what memory traffic or
     arithmetic alone would take)."""
-    gains = reproduced.one_trace(reproduced.read("mode_gains.json", GAIN_FIELDS, folder))
+    gains = reproduced.newest(reproduced.read("mode_gains.json", GAIN_FIELDS, folder))
+    gains = reproduced.one_trace(gains)
     steps = where(reproduced.read("decode_step.json", STEP_FIELDS, folder), sampling="greedy")
     pools = reproduced.read("graph_counters.json", POOL_FIELDS, folder)
     loops = where(read_loops(folder), set="gsm8k", temperature=0.0, acceptance="real")

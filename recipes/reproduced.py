@@ -11,7 +11,7 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).parents[1]))
 
-from bench.aggregate import read_rows
+from bench.aggregate import GAIN_CELL, read_rows
 from bench.rows import RESULTS, write_rows
 
 PLOTS = Path(__file__).parents[1] / "docs" / "plots"
@@ -180,6 +180,11 @@ def one_trace(rows: Rows) -> Rows:
         some = where(rows, model=model)
         found += where(some, trace="six") or where(some, trace="paper")
     return found
+
+
+def newest(rows: Rows) -> Rows:
+    """Of the rows that differ in nothing but when they were measured the last one in the file."""
+    return list({tuple(row.get(key) for key in GAIN_CELL): row for row in rows}.values())
 
 
 def conditions(rows: Iterable[Row], *more: str) -> str:

@@ -180,6 +180,10 @@ def test_an_idle_lane_on_the_scratch_page_stays_finite(flex: bool) -> None:
         (torch.float32, 64, 64, 4, 3),
         (torch.float32, 128, 16, 4, 1),
         (torch.float32, 128, 64, 8, 1),
+        (torch.float32, 80, 64, 8, 1),
+        (torch.float16, 96, 64, 8, 3),
+        (torch.float32, 256, 64, 8, 1),
+        (torch.bfloat16, 256, 16, 8, 1),
     ],
 )
 def test_options_fit_the_tile(
@@ -189,7 +193,18 @@ def test_options_fit_the_tile(
     assert (got["num_warps"], got["num_stages"]) == (warps, stages)
     rows, keys = got["BLOCK_M"], got["BLOCK_N"]
     assert rows == min(4 * height, 128)
-    assert dtype.itemsize * head_dim * (rows + 2 * keys * stages) <= 227 * 1024
+    padded = 1 << (head_dim - 1).bit_length()
+    assert dtype.itemsize * padded * (rows + 2 * keys * stages) <= 227 * 1024
+
+
+@pytest.mark.parametrize("group", range(1, 9))
+def test_query_blocks_are_whole_blocks_of_the_kernel(group: int) -> None:
+    """Else Inductor refuses them; the kernel's products have at least 16 rows."""
+    for height in range(2, 17):
+        tile = Tile(height=height, causal=False)
+        rows = kernel_options(tile, group, torch.empty(1, 1, 1, 64))["BLOCK_M"]
+        assert rows >= 16
+        assert tile.q_block(group) % rows == 0, height
 
 
 def test_every_pool_has_a_storage_of_its_own() -> None:

@@ -12,10 +12,11 @@ from tiny import tiny_drafter, tiny_model
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from bench import graphs, merge, operators, peers
+from bench import graphs, merge, operators, peers, shared_keys
 from bench.aggregate import read_rows
 from bench.result_files import ResultFile
 from bench.shapes import SHAPES, build
+from dscale.compiled.attention import VERIFY_TILE, Tile
 
 CPU = torch.device("cpu")
 
@@ -90,6 +91,26 @@ def test_graphs_and_operators_write_their_rows(
     assert all(row["over_floor"] > 1 for row in verify + decide)
     found = read_rows(tmp_path / "operators.json", (*operators.KEYS, "us", "floor_us"))
     assert len({row["operator"] for row in found}) == 6
+
+
+def test_layers_find_the_same_in_shared_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cell = ["--requests", "3", "--contexts", "200", "--sub-lanes", "0", "2", "16"]
+    monkeypatch.setattr(shared_keys, "TINY", {"models": ["tiny"]})
+    monkeypatch.setattr(sys, "argv", ["x", "--tiny", *cell, "--out", str(tmp_path)])
+    shared_keys.main()
+    rows = read_rows(tmp_path / "shared_keys.json", (*shared_keys.KEYS, "us", "keys_us"))
+    assert [row["sub_lanes"] for row in rows] == [0, 16], "2 would be 3, as many as lanes"
+    shape = SHAPES["tiny"]
+    torch.manual_seed(0)
+    layers = shared_keys.Layers(shape, 3, 200, CPU, torch.float32)
+    tiles = [Tile(height=VERIFY_TILE, parts=parts) for parts in (0, 16)]
+    want, got = (layers.run(tile, shared_keys.attention(shape, tile))() for tile in tiles)
+    assert len(want) == layers.count == 2
+    for x, y in zip(want, got, strict=True):
+        assert x.abs().max() > 0.1
+        torch.testing.assert_close(x, y, atol=1e-5, rtol=1e-5)
 
 
 def test_runs_are_merged(tmp_path: Path) -> None:

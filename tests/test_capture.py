@@ -22,6 +22,7 @@ from dscale.compiled.prefill import PromptPass
 from dscale.compiled.shares import PARTS
 from dscale.core import Core
 from dscale.timing import Runner
+from dscale.worker import await_exit
 
 NEW = 14
 ADAPTIVE = ["Anchors", "Decide", "Verify"]
@@ -218,21 +219,27 @@ def test_late_results_change_nothing(
 
 
 def test_every_thread_has_cuda_graph_trees_of_its_own() -> None:
-    from torch._inductor.cudagraph_trees import get_container
+    from torch._inductor.cudagraph_trees import get_container, local
 
     found: list[Any] = []
+    kept: list[Any] = []
 
     def run() -> None:
         with own_trees():
             found.append(get_container(0))
             assert get_container(0) is found[-1]
+            kept.extend((local.tree_manager_containers, local.tree_manager_locks))
 
     for _ in range(2):
         thread = threading.Thread(target=run)
         thread.start()
         thread.join()
+        await_exit(thread)
     assert len(found) == 2
     assert found[0] is not found[1]
+    # The thread has let go of what it had, and of no more: freed twice, it ends the process.
+    fresh: list[Any] = [{}]
+    assert [sys.getrefcount(kept[i]) for i in range(4)] == 4 * [sys.getrefcount(fresh[0])]
 
 
 def test_the_callers_thread_keeps_cuda_graph_trees() -> None:

@@ -1,6 +1,8 @@
 """The layer's operator and its code: compiled once for all layers and sizes, with the same
 results."""
 
+import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -132,3 +134,38 @@ def test_only_the_first_call_of_a_compiled_stage_compiles_a_layer(
             plain.setattr(dscale.compiled.layer, "run", run)
             eager(token_R, rows, paging, want)
         torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_threads_that_make_a_layers_code_at_once_get_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else the code a stage warms up with is not the one that it is recorded with."""
+    used: dict[int, list[object]] = {}
+
+    def compile_slowly(*arguments: Any) -> Callable[..., Any]:
+        time.sleep(0.05)
+
+        def code(x: Tensor, branch: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+            used.setdefault(threading.get_ident(), []).append(code)
+            return x, branch
+
+        return code
+
+    monkeypatch.setattr(dscale.compiled.layer, "compile_for", compile_slowly)
+    monkeypatch.setattr(dscale.compiled.layer, "run", run_compiled)
+    dscale.compiled.layer._compiled.cache_clear()
+    stage, paging = Stage(Tile(height=16, flex=False)), shuffled_paging([5, 260], PAGES, NUM_PAGES)
+    arguments = torch.arange(32), uniform_rows(paging, 16, 16), paging
+    threads = [
+        threading.Thread(target=stage, args=(*arguments, hidden_RD))
+        for hidden_RD in torch.zeros(2, 32, stage.target.norm.shape[0])
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    dscale.compiled.layer._compiled.cache_clear()
+    first, second = used.values()
+    assert len(set(first + second)) == 1
+    assert len(first) == len(stage.target.layers) > 1

@@ -1,15 +1,19 @@
 """linear against a product in float64, in tiles that do and do not fit."""
 
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from ops_runs import INTERPRETED, RUNS
+from tiny import tiny_drafter, tiny_model
 from torch import Tensor
 
 from dscale.kernels import ops
 from dscale.kernels.linear_plans import Plan, plans_for, table
+from dscale.load import build_target
+from dscale.stages import split_products
 
 PLANS = [Plan(16, 32, 64, 1, 2, 4), Plan(16, 32, 64, 3, 2, 4), Plan(64, 32, 64, 4, 2, 4)]
 # The interpreter's dot takes no bfloat16.
@@ -86,3 +90,14 @@ def test_wrong_arguments(name: str, index: int, value: Tensor) -> None:
     args[index] = value
     with pytest.raises(ValueError, match=f"^{name}: expected"):
         ops.linear(*args)
+
+
+def test_a_drafter_takes_turns_with_no_target(tmp_path: Path) -> None:
+    """Engines of two models may share it, whose threads run at the same time."""
+    models = [tiny_model(), tiny_model(seed=1)]
+    drafter = tiny_drafter(tmp_path / "drafter", models[0])
+    targets = [build_target(model, (0,)) for model in models]
+    for target in targets:
+        split_products(target, drafter)
+    buffers = [x.turn for x in (*targets, drafter) if x.turn is not None]
+    assert len({x.data_ptr() for x in buffers}) == 3

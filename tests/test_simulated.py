@@ -1,6 +1,7 @@
 """Simulated acceptance: the trace has the paper's statistics, and the stages that act by it still
 compute everything."""
 
+import dataclasses
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 import predictor_report as reporting
 import predictor_retention as retaining
 
+import dscale.stages
 from bench.shapes import SHAPES, build
 from bench.simulated import SETTINGS, SimulatedVerify, Trace, draw, simulate
 from bench.step_cases import CASES, SAMPLING, Case, Rig
@@ -144,6 +146,19 @@ def test_a_trace_can_be_replaced() -> None:
     assert rig.trace.score_TSC.data_ptr() == address
     with pytest.raises(ValueError, match="stage: expected Decide or Verify, got Linear"):
         simulate(torch.nn.Linear(1, 1), rig.trace)
+
+
+def test_the_control_shares_no_stage_whose_keys_are_shared_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a GPU sub-lanes are no part of it, whichever case comes first."""
+    monkeypatch.setattr(dscale.stages, "gpu", lambda target: True)
+    for names in (("dflash", "+tiles"), ("+tiles", "dflash")):
+        rig = dataclasses.replace(tiny_rig(3), flex=True)
+        for name in names:
+            stages: Any = rig.stages(CASES[name])
+            for stage in (stages.decide.stage, stages.verify.stage):
+                assert (stage.tile.parts == 0) is (name == "dflash"), names
 
 
 KINDS = ("mm", "dscale", "flex", "functionalized")  # the last: a layer, which writes to its pools
