@@ -30,7 +30,10 @@ HEATING_RUNS, TIMED_RUNS, EAGER_RUNS = 8, 5, 2
 ENDLESS = 1 << 20
 """Tokens a lane may still emit."""
 
-LONG_CONTEXT = 1024
+NEAR_CONTEXT, LONG_CONTEXT = PAGE, 1024
+"""Tokens per lane of the two timings that a cost is made of. Rows that attend to nothing but one
+another become alike (mean cosine 0.9, behind a page of noise 0.01: 12 random layers of width 512),
+and on the same numbers a GPU computes faster."""
 
 
 def buckets_to(lanes: int) -> list[int]:
@@ -70,12 +73,14 @@ class LinearCosts:
 class Runner:
     """Runs steps that no request takes part in.
 
-    `alone`: no request is placed, so that every lane can be a live slot with pages of its own.
-    Else all lanes are the idle slot: they compute as much and commit nothing, but their rows are
-    all the same one, and a GPU is faster at that."""
+    `alone`: no request is placed, so that every lane can be a live slot with pages of its own, in
+    which there is noise unless requests were served before. Else all lanes are the idle slot: they
+    compute as much and commit nothing, but their rows are all the same one, and a GPU is faster at
+    that."""
 
     def __init__(self, workspace: Workspace, stages: Stages, alone: bool) -> None:
         self.workspace, self.stages, self.alone = workspace, stages, alone
+        self._noisy = 1  # pages from here on have no noise yet; the first is for scratch
 
     def slots(self, lanes: int) -> list[int]:
         """The slots of a step's lanes."""
@@ -102,6 +107,8 @@ class Runner:
         w = self.workspace
         slots = sorted(set(self.slots(lanes)))
         pages = min(context // PAGE, w.pages_per_request - 1, (w.num_pages - 1) // len(slots))
+        if self.live(lanes):
+            self._fill(1 + pages * len(slots))
         host = w.host_requests(len(slots))
         host.context_S.fill_(pages * PAGE)
         host.logical_SP[:, 0] = pages
@@ -117,6 +124,19 @@ class Runner:
         w.upload(slots)
         return pages * PAGE
 
+    def _fill(self, end: int) -> None:
+        """Noise in the pages below `end`, unless some may be kept for their prompts: a request's
+        are cleared when it is placed."""
+        w = self.workspace
+        if w.served or end <= self._noisy:
+            return
+        noise = torch.Generator(w.device).manual_seed(0)
+        for pool in (w.pool, w.draft_pool):
+            for buffer in () if pool is None else pool.buffers():
+                pages = buffer.view(w.num_pages, -1)[self._noisy : end]
+                pages.normal_(generator=noise)
+        self._noisy = end
+
     def rest(self, lanes: int) -> None:
         """Leave the slots of so many lanes as they are before a request."""
         slots = sorted(set(self.slots(lanes)))
@@ -125,8 +145,7 @@ class Runner:
 
     def heat(self, lanes: int, rows: int | None) -> None:
         """Load an idle GPU with steps that are not timed: in those of much arithmetic its clock
-        falls to what its power allows. What was timed between recordings was 5 to 10 % too fast
-        for Qwen3-8B shapes from 128 rows on (H200)."""
+        falls to what its power allows."""
         if self.alone and self.workspace.device.type == "cuda":
             for _ in range(HEATING_RUNS):
                 self.step(lanes, rows)
@@ -186,13 +205,13 @@ def capture_buckets(
         for _ in range(CAPTURE_RUNS):
             runner.step(count, rows)
     for count, rows in wanted:
-        near, far = (runner.at_context(count, context) for context in (0, LONG_CONTEXT))
+        near, far = (runner.at_context(count, to) for to in (NEAR_CONTEXT, LONG_CONTEXT))
         runner.heat(count, rows)
         slow = runner.milliseconds(count, rows)
         runner.at_context(count, near)
         fast = runner.milliseconds(count, rows)
         per_token = max(0.0, slow - fast) / (count * (far - near)) if far > near else 0.0
-        costs.table[count, rows] = Cost(fast, per_token)
+        costs.table[count, rows] = Cost(fast - per_token * count * near, per_token)
     for count in {count for count, _ in wanted}:  # of more lanes than slots: the idle one
         runner.rest(count)
 

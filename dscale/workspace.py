@@ -64,6 +64,8 @@ class Workspace:
             self.draft_pool = KVPool(
                 d.num_layers, num_pages, d.num_kv_heads, d.head_dim, dtype, device
             )
+        self.served = False
+        """Whether pages were ever given to a request, some of which may be kept."""
         self._staging: dict[int, Staging] = {}
         idle, slots = self._idle(), max_requests + 1
         self.requests = Requests(
@@ -134,10 +136,11 @@ class Workspace:
         return self._staging[size]
 
     def clear(self, pages: list[int]) -> None:
-        """Zero pages, and scratch, in both pools.
+        """Zero a request's pages, none to compile what does it, and scratch, in both pools.
 
         An earlier request may have left NaN or infinity there, which weigh in even when masked: 0
         x NaN is NaN."""
+        self.served = self.served or bool(pages)
         for pool in (self.pool, self.draft_pool):
             if pool is not None:
                 pool.clear([0, *pages])

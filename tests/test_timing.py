@@ -8,10 +8,11 @@ import pytest
 import torch
 from scripted import overrule, random_predictor
 from tiny import VOCAB, continuation, left_padded, plain, prompt, tiny_drafter, tiny_model
-from torch import Tensor
+from torch import Tensor, nn
 
 import dscale
 import dscale.core
+from dscale.choosers import chooser_of
 from dscale.compiled.decide import Decide, pack
 from dscale.compiled.drafter import Drafter
 from dscale.compiled.kv import PAGE
@@ -123,6 +124,41 @@ def test_buckets_timed_alone_leave_fresh_slots(mode: Any, pair: Pair) -> None:
         capture_buckets(workspace, stages, [2, 4], kinds, costs, alone=True)
         assert costs.table == table, "nothing is timed twice"
         assert torch.equal(spec.generate(**inputs(), max_new_tokens=NEW), pair.want)
+
+
+def test_lanes_are_timed_behind_noise_where_no_request_has_been(pair: Pair) -> None:
+    with dscale.attach(pair.model, pair.drafter, mode="dscale", budget="auto") as spec:
+        batcher = spec.engine.batcher
+        core, count = batcher.core, 4
+        requests = [Request(prompt=[1] * 140, max_new_tokens=NEW) for _ in range(count)]
+        workspace = core.make_room(requests)
+        stages = core.stages(chooser_of(requests))
+        contexts = []
+
+        def keep(module: nn.Module, args: tuple[Any, ...]) -> None:
+            contexts.append(args[2].context_N.tolist())
+
+        hook = core.target.register_forward_pre_hook(keep)
+        capture_buckets(workspace, stages, [count], (6,), MeasuredCosts(), alone=False)
+        assert not any(page.any() for page in pages_of(workspace)), "they may be others'"
+        capture_buckets(workspace, stages, [count], (8,), MeasuredCosts(), alone=True)
+        assert all(0.9 < page.std() < 1.1 for page in pages_of(workspace)[:count])
+        assert min(contexts[-1]) >= PAGE
+        hook.remove()
+        batcher._reset()
+        assert torch.equal(spec.generate(**inputs(), max_new_tokens=NEW), pair.want)
+        assert workspace is core.workspace
+        before = pages_of(workspace)
+        capture_buckets(workspace, stages, [count], (12,), MeasuredCosts(), alone=True)
+        for ours, theirs in zip(pages_of(workspace), before, strict=True):
+            assert torch.equal(ours, theirs), "they may be kept for their prompts"
+
+
+def pages_of(workspace: Workspace) -> list[Tensor]:
+    """The pages of the first keys in both pools, without scratch, copied."""
+    assert workspace.draft_pool is not None
+    keys = (pool.layer(0)[0] for pool in (workspace.pool, workspace.draft_pool))
+    return [page.clone() for key in keys for page in key.split(PAGE)[1:]]
 
 
 def test_packed_rows_of_a_lane_count_share_memory(pair: Pair) -> None:
