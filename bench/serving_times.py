@@ -35,8 +35,8 @@ SLEEP = 100_000_000
 
 
 def step_rows(engine: SwitchedEngine, case: Case, temperature: float = 0.0) -> list[Row]:
-    """The captured buckets of the mode in use for requests of this temperature, and how long the
-    host takes to start each."""
+    """The captured buckets of the mode in use for requests of this temperature, corrected by as
+    many served steps as `observed` says, and how long the host takes to start each."""
     rows: list[Row] = []
     chooser = chooser_of([Request(prompt=[0], max_new_tokens=1, temperature=temperature)])
 
@@ -44,7 +44,8 @@ def step_rows(engine: SwitchedEngine, case: Case, temperature: float = 0.0) -> l
         core = engine.core
         assert core.workspace is not None
         runner = Runner(core.workspace, core.stages(chooser), alone=True)
-        table = core.times(chooser).table if core.captured else _eager(runner, core.config)
+        times = core.times(chooser)
+        table = times.table if core.captured else _eager(runner, core.config)
         for (lanes, packed), cost in table.items():
             rows.append(
                 {
@@ -55,6 +56,7 @@ def step_rows(engine: SwitchedEngine, case: Case, temperature: float = 0.0) -> l
                     "rows": packed,
                     "base_ms": round(cost.base, 5),
                     "per_token_ms": cost.per_token,
+                    "observed": times.observed[lanes, packed],
                     "launch_ms": round(_launch(runner, lanes, packed), 4),
                 }
             )
@@ -156,23 +158,24 @@ def _wait() -> None:
         torch.cuda.synchronize()
 
 
-def write_times(
-    engine: SwitchedEngine,
-    case: Case,
-    steps: ResultFile,
-    prefills: ResultFile,
-    length: int,
-    temperature: float = 0.0,
+def write_steps(
+    engine: SwitchedEngine, case: Case, file: ResultFile, temperature: float = 0.0
 ) -> None:
-    """Measure and keep the mode's steps; prefills are every mode's alike, so the last one's
-    stay. Those of requests that sample, at whatever temperature, are rows of their own."""
+    """Keep the times of the steps of the mode in use as they are by now. Those of requests that
+    sample, at whatever temperature, are rows of their own."""
     for row in step_rows(engine, case, temperature):
-        steps.put(row)
+        file.put(row)
+
+
+def write_prefills(
+    engine: SwitchedEngine, file: ResultFile, length: int, temperature: float = 0.0
+) -> None:
+    """Measure and keep prefills: every mode's alike, so the last one's stay."""
     together = TILES[-1] // tiles_of(length)  # in one pass
     most = min(engine.settings.max_concurrency or together, together)
     counts = [n for n in (1, 2, 4, 8, 16, 32) if n <= most]
     for row in prefill_rows(engine, counts, length, temperature):
-        prefills.put(row)
+        file.put(row)
 
 
 def read_times(folder: Path, model: str, case: Case, sampled: bool = False) -> tuple[Times, Row]:

@@ -254,6 +254,7 @@ class Rig:
             policy=policy,
             late=self.wrap is not None,
             padded=self.flex,
+            times=self._costs.get(case),
         )
 
 

@@ -65,8 +65,9 @@ class SharedCore(Core):
         kept = self._kept.setdefault(case, Kept())
         self._stages, self._policies = kept.stages, kept.policies
         self._ready, self._warmed = kept.ready, kept.warmed
-        # Times of buckets: those of one mode serve all its budgets.
-        self._costs = self._kept.setdefault((case.mode, case.per_head), Kept()).costs
+        # Times of buckets: those of one mode serve all its budgets, but widths of uniform rows.
+        width = None if config.adaptive else case.budget
+        self._costs = self._kept.setdefault((case.mode, case.per_head, width), Kept()).costs
 
     def stages(self, chooser: Chooser) -> Stages:
         """The stages of the mode for one way of choosing tokens, compiled where no mode has had
@@ -103,6 +104,10 @@ class SharedCore(Core):
     def times(self, chooser: Chooser) -> MeasuredCosts:
         """Times of the mode's buckets, as far as they have been captured."""
         return self._costs.get(chooser, MeasuredCosts())
+
+    def corrected(self, chooser: Chooser) -> MeasuredCosts | None:
+        """The times of the mode's buckets, whether its policy counts with them or not."""
+        return self._costs.get(chooser)
 
     def make_room(self, requests: list[Request]) -> Workspace:
         """As ever, but with the draft cache that other modes need."""

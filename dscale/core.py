@@ -89,15 +89,21 @@ class Core:
         """Decode steps that serve all these requests, and as many more as they are."""
         assert self.workspace is not None
         chooser = self._chooser(requests, self._ready)
+        policy = self._policy(chooser, len(requests), alone=False)  # may capture and time
         return Decoding(
             self.workspace,
             self.stages(chooser),
             self.stats,
             rows=self.rows,
-            policy=self._policy(chooser, len(requests), alone=False),
+            policy=policy,
             late=self.captured,
             padded=self.flex,
+            times=self.corrected(chooser),
         )
+
+    def corrected(self, chooser: Chooser) -> MeasuredCosts | None:
+        """The measured times that decode steps correct: those that a policy counts with."""
+        return self._costs.get(chooser) if self.config.automatic else None
 
     def prefill(self, requests: list[Request], lengths: list[int]) -> FirstTokens | None:
         """Prefill the next `lengths` prompt tokens of placed requests, all above 0; returns what

@@ -12,9 +12,9 @@ from dscale.compiled.capture import begin_step
 from dscale.compiled.flow import COUNT, FAILED, LENGTH, LIVE, SCORES, TOKENS, Step
 from dscale.errors import not_finite
 from dscale.host_pack import pack_on_host
-from dscale.policy import Choice, Floats, Policy
+from dscale.policy import Choice, Floats, Observer, Policy
 from dscale.request import Request
-from dscale.results import Results
+from dscale.results import Results, mark
 from dscale.stages import Stages
 from dscale.stats import Stats
 from dscale.workspace import Workspace, bucket_of
@@ -22,11 +22,14 @@ from dscale.workspace import Workspace, bucket_of
 
 @dataclass(slots=True)
 class Launch:
-    """A step under way: its live requests, how many rows it verifies, and what comes of it."""
+    """A step under way: its live requests, how many rows it verifies, and what comes of it; its
+    lanes, and its requests' committed tokens as the host knew them."""
 
     live: list[Request]
     choice: Choice | None
     results: Results
+    lanes: int
+    context: int
 
 
 @dataclass(slots=True)
@@ -35,7 +38,8 @@ class Decoding:
 
     `policy` None: uniform rows (`rows` each). `late`: results are read one step later, while the
     next step runs, so a finished request takes part in one more step, in which its lane is dead.
-    `padded`: lanes come in buckets."""
+    `padded`: lanes come in buckets. `times` hears how long steps took, where a GPU's results are
+    late."""
 
     workspace: Workspace
     stages: Stages
@@ -44,15 +48,19 @@ class Decoding:
     policy: Policy | None
     late: bool
     padded: bool
+    times: Observer | None = None
 
     def launch(self, live: list[Request]) -> Launch:
         """Start one step of placed requests."""
         lanes = bucket_of(len(live)) if self.padded else len(live)
         idle = self.workspace.max_requests
+        context = sum(r.context for r in live)
+        choice = self._choose(lanes, live, context)
+        began = mark(self.workspace.device) if self.times is not None and self.late else None
         step = self.workspace.assign([r.slot for r in live] + [idle] * (lanes - len(live)))
-        choice = self._choose(lanes, live)
         run_stages(self.workspace, self.stages, step, lanes, choice)
-        return Launch(live, choice, Results.of(step.result_NX, late=self.late))
+        results = Results.of(step.result_NX, late=self.late, began=began)
+        return Launch(live, choice, results, lanes, context)
 
     def run(self, live: list[Request]) -> None:
         """Decode placed requests until all have ended, without taking others in."""
@@ -65,12 +73,12 @@ class Decoding:
                 ended = self.finish(launched)
                 live = [request for request in live if request not in ended]
 
-    def _choose(self, lanes: int, live: list[Request]) -> Choice | None:
+    def _choose(self, lanes: int, live: list[Request], context: int) -> Choice | None:
         if self.policy is None:
             return None
         unknown = np.full(self.workspace.block - 1, np.nan, np.float32)
         score_NC = np.stack([unknown if r.scores is None else r.scores for r in live])
-        choice = self.policy.choose(lanes, score_NC, sum(r.context for r in live))
+        choice = self.policy.choose(lanes, score_NC, context)
         if self.padded or not choice.draft:
             return choice
         # Without buckets there are exactly the rows that will be used.
@@ -82,7 +90,9 @@ class Decoding:
         result_NX = launch.results.read()[: len(launch.live)]
         counts = result_NX[:, COUNT].tolist()
         taking = zip(launch.live, counts, strict=True)
-        self.stats.steps += any(count and not request.finished for request, count in taking)
+        if any(count and not request.finished for request, count in taking):
+            self.stats.steps += 1
+            self._observe(launch)  # without a live lane a step may be faster
         if launch.choice is not None and launch.choice.draft:
             self._learn(launch.live, result_NX)
         ended = []
@@ -101,6 +111,14 @@ class Decoding:
             if request.stopped or not row[LIVE]:
                 ended.append(request)
         return ended
+
+    def _observe(self, launch: Launch) -> None:
+        """Say how long a step took whose results have been read."""
+        milliseconds = launch.results.milliseconds
+        if self.times is not None and milliseconds is not None:
+            choice = launch.choice
+            rows = None if choice is None else choice.rows if choice.draft else 0
+            self.times.observe(launch.lanes, rows, launch.context, milliseconds)
 
     def _learn(self, live: list[Request], result_NX: NDArray[np.int32]) -> None:
         """Keep the scores for the next choice and tell the policy what came of them."""

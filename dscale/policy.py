@@ -74,6 +74,13 @@ class Costs(Protocol):
         """Of a drafted step, or with rows 0 of a plain one."""
 
 
+class Observer(Protocol):
+    """What hears how long steps took."""
+
+    def observe(self, lanes: int, rows: int | None, context: int, milliseconds: float) -> None:
+        """Of a step of so much total context; rows 0 for a plain one, None for a uniform one."""
+
+
 # While plain decoding wins, one drafted step in PROBE_FIRST looks again, later one in PROBE_LAST,
 # unless drafting would cost less than _CLOSE tells.
 PROBE_FIRST, PROBE_LAST = 16, 256

@@ -15,23 +15,36 @@ from dscale.errors import not_finite
 from dscale.request import Request
 
 
+def mark(device: torch.device) -> Any:
+    """This point of the GPU's work, None on other devices."""
+    if device.type != "cuda":
+        return None
+    make: Any = torch.cuda.Event
+    event = make(enable_timing=True)
+    event.record()
+    return event
+
+
 @dataclass(slots=True)
 class Results:
-    """Results of N lanes, int32 `[N, X]`, as `compiled.flow` lays them out."""
+    """Results of N lanes, int32 `[N, X]`, as `compiled.flow` lays them out. `began`: a mark from
+    before the step."""
 
     host_NX: Tensor
     arrived: Any = None
+    began: Any = None
 
     @classmethod
-    def of(cls, result_NX: Tensor, *, late: bool) -> Results:
+    def of(cls, result_NX: Tensor, *, late: bool, began: Any = None) -> Results:
         """Send a step's results to the host. Not `late`: wait for them."""
         if not late or result_NX.device.type != "cuda":
             return cls(result_NX.to("cpu", copy=True))
         host_NX = torch.empty(result_NX.shape, dtype=torch.int32, pin_memory=True)
         host_NX.copy_(result_NX, non_blocking=True)
-        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        make: Any = torch.cuda.Event
+        arrived = make(enable_timing=began is not None)
         arrived.record()
-        return cls(host_NX, arrived)
+        return cls(host_NX, arrived, began)
 
     def read(self) -> NDArray[np.int32]:
         """The results, once their copy has arrived."""
@@ -39,6 +52,12 @@ class Results:
             self.arrived.synchronize()
         array: NDArray[np.int32] = self.host_NX.numpy()
         return array
+
+    @property
+    def milliseconds(self) -> float | None:
+        """GPU time from the mark to their arrival; only once they are read. None without a
+        mark."""
+        return None if self.began is None else float(self.began.elapsed_time(self.arrived))
 
 
 @dataclass(slots=True)

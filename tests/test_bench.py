@@ -13,14 +13,17 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench import switched
 from bench.client import closed_loop, figures
 from bench.replay import Replay, Times
+from bench.serving_times import step_rows
 from bench.shapes import SHAPES, build
 from bench.simulated import SETTINGS, Trace, draw
 from bench.step_cases import CASES, Case
 from bench.switched import SharedCore, SwitchedEngine
+from dscale.compiled.sampling import Chooser
 from dscale.config import EngineConfig
 from dscale.policy import Cost
 from dscale.request import Request
-from dscale.timing import MeasuredCosts
+from dscale.results import Results
+from dscale.timing import MeasuredCosts, bucket_kinds
 
 CPU = torch.device("cpu")
 WORKERS = 3
@@ -132,6 +135,40 @@ def test_the_replay_takes_the_engine_s_steps(
     assert row["steps"] * 1.0 < 1e3 * row["window_s"] < row["steps"] * 3.0
     if late:
         assert loop.gpu > 0
+
+
+@pytest.mark.parametrize("name", ["ar", "dflash", "dscale-half", "dscale-auto"])
+def test_the_times_of_every_mode_are_corrected(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """As a GPU would: every step says it took 1.03 ms where 1 was measured."""
+    case = CASES[name]
+    kinds = bucket_kinds(case.config)
+    buckets = {(n, None if k is None else k * n) for n in (1, 2, 3) for k in kinds}
+    monkeypatch.setattr(SharedCore, "captured", property(lambda core: True))
+    monkeypatch.setattr(SharedCore, "captures_prompts", False)
+    monkeypatch.setattr(switched, "capture", lambda stage: stage)
+    monkeypatch.setattr("dscale.core.capture_buckets", lambda *a, **k: None)
+    monkeypatch.setattr(Results, "milliseconds", property(lambda results: 1.03))
+    engine = engine_of(Trace(*draw(SETTINGS["paper"], 64, 5), CPU))
+    try:
+        engine.use(case, ROOM)
+        engine.core._costs[Chooser()].table.update(dict.fromkeys(buckets, Cost(1.0)))
+        before = {(row["lanes"], row["rows"]): row for row in step_rows(engine, case)}
+        closed_loop(engine.submit, requests(), WORKERS)
+        after = {(row["lanes"], row["rows"]): row for row in step_rows(engine, case)}
+        widths = [Case("dflash", width) for width in (None, 4)]
+        tables = []
+        for width in widths:
+            engine.core.use(width, engine.settings)
+            tables.append(engine.core._costs)
+    finally:
+        engine.close()
+    assert before.keys() == after.keys() == buckets
+    assert {(row["base_ms"], row["observed"]) for row in before.values()} == {(1.0, 0)}
+    used = {key: row for key, row in after.items() if row["observed"]}
+    assert all(1 < row["base_ms"] <= 1.03 for row in used.values())
+    assert {row["base_ms"] for key, row in after.items() if key not in used} <= {1.0}
+    assert 3 in {lanes for lanes, _ in used}
+    assert tables[0] is not tables[1], "steps of other widths take other times"
 
 
 def test_a_replay_waits_for_the_later_of_host_and_gpu() -> None:

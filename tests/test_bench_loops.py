@@ -67,7 +67,11 @@ def test_simulated_loops_and_their_replay(
     arguments = ["x", "--tiny", "--modes", "dflash", "dscale-half", "--traces", "six"]
     arguments += ["--temperature", "0", "1", "--out", str(tmp_path), "--commit", "one"]
     monkeypatch.setattr(sys, "argv", arguments)
+    events = watched_events(monkeypatch)
     simulated.main()
+    ready = {(m, t) for m in ("dflash", "dscale-half") for t in (0.0, 1.0)}
+    assert set(events[:4]) == set(events[-4:]) == ready, "times before all loops, and after"
+    assert events[4:-4] == ["loop"] * 8
     rows = read_rows(tmp_path / "closed_loop.json", LOOP_FIELDS)
     assert {(r["acceptance"], r["trace"], r["model"]) for r in rows} == {
         ("simulated", "six", "toy shape")
@@ -83,6 +87,12 @@ def test_simulated_loops_and_their_replay(
     assert swept == {(2, 0.0), (2, 1.0), (3, 0.0), (3, 1.0)}
     with pytest.raises(ValueError, match=r"expected rows of .*'ar'.*, got none"):
         read_times(tmp_path, "toy shape", CASES["ar"])
+    path = tmp_path / "bucket_times.json"
+    times, row = read_times(tmp_path, "toy shape", CASES["dflash"])
+    assert row["observed"] == 0  # uncaptured steps are not corrected
+    older = [{k: v for k, v in r.items() if k != "observed"} for r in read_rows(path, ())]
+    written(path, older)
+    assert read_times(tmp_path, "toy shape", CASES["dflash"])[0] == times
 
     for modes, timed in ((["ar", "dflash"], ["dflash"]), (["ar"], None)):
         args = simulated.parse(["--tiny", "--out", str(tmp_path), "--modes", *modes])
@@ -92,6 +102,26 @@ def test_simulated_loops_and_their_replay(
         else:
             assert simulated.timed_modes("toy shape", 0.0, args) == timed
         assert "ar is left out" in capsys.readouterr().out
+
+
+def watched_events(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What comes of a run, in order: loops, and the modes and temperatures of times."""
+    events: list[Any] = []
+    measure, write = simulated.measure, simulated.write_steps
+
+    def measured(*given: Any) -> Any:
+        events.append("loop")
+        return measure(*given)
+
+    def wrote(engine: Any, case: Any, file: Any, temperature: float) -> None:
+        assert engine.core.case == case, "the mode in use"
+        name = next(name for name, known in CASES.items() if known == case)
+        events.append((name, temperature))
+        write(engine, case, file, temperature)
+
+    monkeypatch.setattr(simulated, "measure", measured)
+    monkeypatch.setattr(simulated, "write_steps", wrote)
+    return events
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

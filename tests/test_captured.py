@@ -12,6 +12,7 @@ from torch import nn
 import dscale.compiled.capture
 import dscale.compiled.layer
 import dscale.core
+from dscale.choosers import GREEDY
 from dscale.compiled.capture import own_forward
 from dscale.compiled.prefill import PromptPass
 from dscale.policy import MULTIPLES
@@ -117,6 +118,11 @@ def test_each_bucket_is_recorded_once(
             got = pair.got(count, max_new_tokens=30)
             assert torch.equal(got, want[:count, want.shape[1] - got.shape[1] :])
         assert len(recorded) == everything
+        times = spec.engine.batcher.core.corrected(GREEDY)
+        assert (times is not None) == (budget == "auto")
+        if times is not None:
+            assert sum(times.observed.values()) > 20, "steps said how long they took"
+            assert all(0 < cost.base < 1000 for cost in times.table.values())
 
 
 @pytest.mark.gpu
