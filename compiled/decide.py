@@ -9,7 +9,16 @@ from torch import Tensor, nn
 
 from dscale.compiled.attention import Tile
 from dscale.compiled.drafter import Drafter
-from dscale.compiled.flow import LENGTH, SCORES, Packed, Requests, Step, uniform_rows
+from dscale.compiled.flow import (
+    LENGTH,
+    SCORES,
+    Packed,
+    Requests,
+    Step,
+    lane_paging,
+    lane_tokens,
+    uniform_rows,
+)
 from dscale.compiled.kv import PAGE, KVPool
 from dscale.compiled.predictor import Predictor, batch_context, running_product
 from dscale.compiled.sampling import best_tokens
@@ -48,7 +57,7 @@ class Decide(nn.Module):
 
     def forward(self, requests: Requests, step: Step, packed: Packed | None = None) -> None:
         """Candidates; with scores also `step.length_N`; and with `packed`, at least W * N rows,
-        the rows to verify."""
+        the rows to verify. A prompt's tile has all its rows, whatever room there is."""
         score_NC = self.propose(requests, step)
         if score_NC is None:
             return
@@ -60,6 +69,7 @@ class Decide(nn.Module):
             step.room,
             self.seed,
         )
+        length_N = length_N + step.given_N.int()  # whose requests are not live yet: 0 rows so far
         step.length_N.copy_(length_N)
         step.result_NX[:, LENGTH].copy_(length_N)
         if packed is not None:
@@ -94,7 +104,7 @@ class Decide(nn.Module):
     def draft(self, requests: Requests, step: Step) -> Tensor:
         """Final-normed hidden states `[N, W, D]` of the lanes' blocks `[anchor, MASK, ...]`; row j
         predicts the token at its own position, row 0 is unused."""
-        paging = requests.paging(step.slot_N)
+        paging = lane_paging(requests, step)
         lanes, block = step.slot_N.shape[0], self.drafter.config.block_size
         rows = uniform_rows(paging, block, block)
         embedded = self.drafter.embed_block(requests.anchor_S[step.slot_N], self.target)
@@ -105,23 +115,26 @@ class Decide(nn.Module):
 
 
 class Anchors(nn.Module):
-    """In place of Decide for a step that drafts nothing: one row for every live lane."""
+    """In place of Decide for a step that drafts nothing: one row for every live lane, and those of
+    prompts' tiles."""
 
     def forward(self, requests: Requests, step: Step, packed: Packed) -> None:
         """Set `step.length_N` and the packed rows, of which verify reads the first N."""
-        length_N = requests.live_S[step.slot_N].int()
+        length_N = requests.live_S[step.slot_N].int() + step.given_N.int()
         step.length_N.copy_(length_N)
         step.result_NX[:, LENGTH].copy_(length_N)
         pack(requests, step, packed)
 
 
 def pack(requests: Requests, step: Step, packed: Packed) -> None:
-    """Lay the anchors and the chosen candidates out in `packed`, one request after the other."""
+    """Lay the anchors and the chosen candidates, or the tokens of a prompt's tile, out in
+    `packed`, one lane after the other."""
+    anchor_N, candidate_NC = lane_tokens(requests, step)
     offset_N, *columns = ops.pack_rows(
         step.length_N,
-        step.candidate_NC,
-        requests.anchor_S[step.slot_N],
-        requests.context_S[step.slot_N],
+        candidate_NC,
+        anchor_N,
+        lane_paging(requests, step).context_N,
         requests.page_SL[step.slot_N],
         packed.token_M.shape[0],
         PAGE,

@@ -74,10 +74,14 @@ class Step(NamedTuple):
     host.
 
     In: `slot_N` int64, each lane's request slot; `room` int32 [2], rows there is room for and rows
-    per live request. Decide to verify: `candidate_NC` int64, `length_N` int32 (rows of each lane,
-    k_i), `offset_N` int64 (its first row). Out: `result_NX` int32, the columns TOKENS, COUNT (how
-    many of TOKENS are committed), LIVE (whether the request goes on), LENGTH (k_i), SCORES (the
-    bits of float32 scores) and FAILED (whether the request met logits that are not finite)."""
+    per live request; and of a lane that brings tokens of a prompt, a tile of it, int64: `given_N`
+    how many (0: none, an ordinary lane), `given_NW` which, `start_N` the first one's position,
+    `ends_N` 1 where the prompt ends with them. Several lanes may bring tiles of one request's
+    prompt; it is not live until its prompt ends.
+    Decide to verify: `candidate_NC` int64, `length_N` int32 (rows of each lane, k_i), `offset_N`
+    int64 (its first row). Out: `result_NX` int32, the columns TOKENS, COUNT (how many of TOKENS
+    are committed), LIVE (whether the request goes on), LENGTH (k_i), SCORES (the bits of float32
+    scores) and FAILED (whether the request met logits that are not finite)."""
 
     slot_N: Tensor
     room: Tensor
@@ -85,6 +89,10 @@ class Step(NamedTuple):
     length_N: Tensor
     offset_N: Tensor
     result_NX: Tensor
+    given_N: Tensor
+    given_NW: Tensor
+    start_N: Tensor
+    ends_N: Tensor
 
 
 class Packed(NamedTuple):
@@ -101,6 +109,30 @@ class Packed(NamedTuple):
         """The rows for attention. A lane without rows points past the last one: cut here."""
         row_NT = torch.clamp(self.row_NT, max=self.token_M.shape[0] - 1)
         return Rows(self.position_M, self.slot_M, self.lane_M, self.tile_row_M, row_NT)
+
+
+def lane_paging(requests: Requests, step: Step) -> Paging:
+    """Page tables and context lengths of a step's lanes: a prompt's tile begins where it says."""
+    paging = requests.paging(step.slot_N)
+    context_N = torch.where(step.given_N > 0, step.start_N.int(), paging.context_N)
+    return paging._replace(context_N=context_N)
+
+
+def lane_tokens(requests: Requests, step: Step) -> tuple[Tensor, Tensor]:
+    """What a step's lanes embed, int64: anchors `[N]` and candidates `[N, C]`, or in their place
+    the tokens of a prompt's tile."""
+    is_given_N = step.given_N > 0
+    anchor_N = torch.where(is_given_N, step.given_NW[:, 0], requests.anchor_S[step.slot_N])
+    is_given_N1 = is_given_N[:, None]
+    return anchor_N, torch.where(is_given_N1, step.given_NW[:, 1:], step.candidate_NC)
+
+
+def first_tokens(step: Step, choice_NT: Tensor, accepted_N: Tensor) -> tuple[Tensor, Tensor]:
+    """The target's tokens `[N, T]` and how many of them are accepted `[N]`; of a prompt's tile
+    only the one behind it counts, the first here then."""
+    last_N1 = torch.clamp(step.given_N - 1, min=0)[:, None]
+    choice_NT = torch.cat((torch.gather(choice_NT, 1, last_N1), choice_NT[:, 1:]), 1)
+    return choice_NT, torch.where(step.given_N > 0, 0, accepted_N)
 
 
 def uniform_rows(paging: Paging, width: int, height: int) -> Rows:
@@ -134,11 +166,18 @@ def commit(
     `choice_NT` [N, T] int64: the target's tokens; the first accepted + 1 are the progress. A
     NO_TOKEN among them ends its request as failed, the tokens before it committed.
     `advance`: the rows in front of the tokens are in the caches now, so the context grows by the
-    progress (decode); a prefill's first token only becomes the anchor. `mark`: remember the tokens
-    as seen, for the penalty. Idle lanes commit nothing."""
+    progress (decode) or, where a prompt ends, up to it; a prefill's first token only becomes the
+    anchor. `mark`: remember the tokens as seen, for the penalty. Idle lanes commit nothing, nor do
+    those with a tile in the middle of a prompt."""
     slot_N = step.slot_N
+    if advance:
+        # A tile in the middle leaves its request as it is: such lanes write to the idle slot.
+        ends_N, idle = step.ends_N > 0, requests.live_S.shape[0] - 1
+        slot_N = torch.where((step.given_N > 0) & ~ends_N, idle, slot_N)
     remaining_N = requests.remaining_S[slot_N]
     live_N = requests.live_S[slot_N]
+    if advance:
+        live_N = live_N | ends_N
     index_T = torch.arange(choice_NT.shape[1], device=choice_NT.device)
     count_N = torch.minimum(accepted_N.int() + 1, remaining_N)
     is_stop_NT = (choice_NT[..., None] == requests.stop_SZ[slot_N][:, None]).any(-1) & (
@@ -154,7 +193,9 @@ def commit(
     last_N = torch.clamp(last_N, min=0)
     live_N = live_N & ~stopped_N & ~failed_N & (count_N < remaining_N)
     if advance:
-        requests.context_S.index_put_((slot_N,), requests.context_S[slot_N] + count_N)
+        before_N = (step.start_N + step.given_N - 1).int()
+        context_N = torch.where(ends_N, before_N, requests.context_S[slot_N])
+        requests.context_S.index_put_((slot_N,), context_N + count_N)
     requests.anchor_S.index_put_((slot_N,), last_N)
     requests.remaining_S.index_put_((slot_N,), remaining_N - count_N)
     requests.live_S.index_put_((slot_N,), live_N)

@@ -10,7 +10,17 @@ from torch import Tensor, nn
 
 from dscale.compiled.attention import VERIFY_TILE, Rows, Tile
 from dscale.compiled.drafter import Drafter
-from dscale.compiled.flow import Packed, Requests, Step, commit, remember, uniform_rows
+from dscale.compiled.flow import (
+    Packed,
+    Requests,
+    Step,
+    commit,
+    first_tokens,
+    lane_paging,
+    lane_tokens,
+    remember,
+    uniform_rows,
+)
 from dscale.compiled.kv import KVPool, Paging
 from dscale.compiled.penalty import block_before, penalise
 from dscale.compiled.sampling import Chooser, choose
@@ -40,11 +50,11 @@ class Verify(nn.Module):
         self.rows, self.chooser, self.tile = rows, chooser, tile
 
     def forward(self, requests: Requests, step: Step, packed: Packed | None = None) -> None:
-        paging = requests.paging(step.slot_N)
+        paging = lane_paging(requests, step)
         if packed is None:
             rows = uniform_rows(paging, self.rows, self.tile.height)
-            anchor_N = requests.anchor_S[step.slot_N]
-            candidate_NC = step.candidate_NC[:, : self.rows - 1]
+            anchor_N, candidate_NC = lane_tokens(requests, step)
+            candidate_NC = candidate_NC[:, : self.rows - 1]
             token_M = torch.cat((anchor_N[:, None], candidate_NC), 1).reshape(-1)
             choice_NT = self.choose(requests, step, token_M, rows, paging).view(-1, self.rows)
             length_N = torch.full_like(anchor_N, self.rows)
@@ -57,7 +67,8 @@ class Verify(nn.Module):
             row_NT = torch.clamp(step.offset_N[:, None] + column_T, max=choice_M.shape[0] - 1)
             choice_NT = choice_M[row_NT]
         if self.drafter is not None:
-            remember(requests, step.slot_N, accepted_N, length_N)
+            choice_NT, accepted_N = first_tokens(step, choice_NT, accepted_N)
+            remember(requests, step.slot_N, accepted_N, length_N * (step.given_N == 0))
         commit(requests, step, choice_NT, accepted_N, advance=True, mark=self.chooser.penalty)
 
     def choose(

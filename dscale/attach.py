@@ -20,6 +20,7 @@ from dscale.drafter_files import load_drafter
 from dscale.generate import Attachment
 from dscale.load import target_config
 from dscale.predictor_files import load_predictor
+from dscale.riding import carries
 
 
 @torch.inference_mode(False)
@@ -38,6 +39,7 @@ def attach(
     capture: bool | None = None,
     compile_prefill: bool | None = None,
     prefix_cache: bool = True,
+    ride_prompts: bool | None = None,
 ) -> Attachment:
     """Replace `model.generate` by DScale's, sharing the model's weights (no second copy).
 
@@ -61,6 +63,7 @@ def attach(
         capture=capture,
         compile_prefill=compile_prefill,
         prefix_cache=prefix_cache,
+        ride_prompts=ride_prompts,
     )
     if mode == "ar" and (drafter is not None or budget is not None):
         name, value = ("drafter", drafter) if drafter is not None else ("budget", budget)
@@ -82,6 +85,11 @@ def attach(
             "compile_prefill: expected None or False for a model on the CPU, got True"
         )
     loaded = None if drafter is None else drafter_for(model, drafter, shape)
+    if ride_prompts and not carries(config, loaded, True):
+        raise ValueError(
+            f"ride_prompts: expected None or False with budget {budget!r} in mode {mode!r}, whose "
+            "passes verify less than a block of each request, got True"
+        )
     scores = None
     if predictor is not None and loaded is not None:
         scores = load_predictor(predictor, loaded.config, loaded.fingerprint, model.device)

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from itertools import islice
 from weakref import ref
 
 import torch
@@ -18,10 +17,12 @@ from dscale.choosers import chooser_of
 from dscale.compiled.sampling import Chooser
 from dscale.core import Core
 from dscale.decode import Decoding, Launch
+from dscale.growing import grow, outgrown
 from dscale.prefill import next_lengths
 from dscale.prefix import PagePool
 from dscale.request import FinishReason, Request, finish_reason
 from dscale.results import FirstTokens
+from dscale.riding import riders
 from dscale.sizing import explained
 from dscale.weights import Weights
 from dscale.workspace import bucket_of
@@ -48,6 +49,7 @@ class Batcher:
     _pending: tuple[Decoding, Launch] | None = None
     _first: list[FirstTokens] = field(default_factory=list)
     _handing: float = 0.0
+    _riders: list[Request] = field(default_factory=list)
     _started: set[tuple[Chooser, int]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -59,10 +61,6 @@ class Batcher:
     def busy(self) -> bool:
         """Whether a round would do something."""
         return bool(self.waiting or self.filling or self.live or self._pending)
-
-    @property
-    def _placed(self) -> bool:
-        return bool(self.filling or self.live or self._pending)
 
     @property
     def num_free_pages(self) -> int:
@@ -104,7 +102,7 @@ class Batcher:
         failed = [*self.live, *self.filling]
         if not failed and self._pending is None and self.waiting:
             failed.append(self.waiting.popleft())
-        self._pending, self._first = None, []
+        self._pending, self._first, self._riders = None, [], []
         self.live, self.filling = [], []
         self.core.close()
         self._reset()
@@ -151,18 +149,20 @@ class Batcher:
                 self._reset()
 
     def _admit(self) -> None:
-        if not self._placed:
+        if not (self.filling or self.live or self._pending):
             self._draining, self._decoding = False, None  # which would keep an old workspace
             self.pages.idle()
-            self._grow()
-        else:
-            self._draining = self._draining or self._outgrown()
+            with self._resetting():
+                self._at_limit = grow(self.core, self.waiting) or self._at_limit
+        elif not self._at_limit and not self._draining:
+            running = [*self.live, *self.filling]
+            self._draining = outgrown(self.core, self.waiting, running)
         if self._draining:
             return
         new: list[Request] = []
         while self.waiting and self._slots:
             request = self.waiting[0]
-            filling = [*self.filling, *new]
+            filling = [*self.filling, *self._boarded, *new]
             if not self.core.holds(request) or not self.pages.reserve(request, filling):
                 break
             self.waiting.popleft()
@@ -172,39 +172,6 @@ class Batcher:
             self.filling += new
             self.core.place(new)
             self._decoding = None
-
-    def _outgrown(self) -> bool:
-        """Whether what waits could use twice the workspace, and there may be one."""
-        workspace, fixed = self.core.workspace, self.core.config.pool_tokens is not None
-        if not self.waiting or fixed or self._at_limit or workspace is None:
-            return False
-        if self.core.unchosen:
-            return True
-        running = [*self.live, *self.filling]
-        waiting = islice(self.waiting, max(0, self.core.config.concurrency - len(running)))
-        need = self.core.sizes([*running, *waiting])
-        return (
-            need["max_requests"] >= 2 * workspace.max_requests
-            or need["num_pages"] >= 2 * workspace.num_pages
-        )
-
-    def _grow(self) -> None:
-        """Make room for as many waiting requests as may run together; refuse the first alone when
-        it cannot run at all."""
-        count = min(len(self.waiting), self.core.config.concurrency)
-        with self._resetting():
-            while self.waiting and count:
-                try:
-                    first = [self.waiting[i] for i in range(count)]
-                    self.core.make_room(first)
-                    self.core.prepare(first)
-                    break
-                except ValueError as error:
-                    if count == 1:
-                        self.waiting.popleft().finish("error", error)
-                        count = min(len(self.waiting), 1)
-                    else:
-                        count, self._at_limit = (count + 1) // 2, True
 
     def _reset(self) -> None:
         workspace = self.core.workspace
@@ -216,8 +183,10 @@ class Batcher:
     def _fill(self) -> None:
         """Prefill the next chunk: of every request there is, as far as FILL_ROWS go, or while
         others decode, one chunk's tokens in all."""
-        if found := self.pages.follow(self.filling):
+        if found := self.pages.follow([*self.filling, *self._boarded]):
             self.core.place(found)
+        if self._board():
+            return
         size = self.core.config.prefill_chunk
         group = [r for r in self.filling if r.leader is None]
         lengths = next_lengths(
@@ -236,11 +205,35 @@ class Batcher:
                 first = self.core.prefill(*parts)
                 self._first += [] if first is None else [first]
         done = [r for r in group if r.prefilled == len(r.prompt)]
-        self.filling = [r for r in self.filling if r not in done]
-        self.live = sorted([*self.live, *done], key=lambda r: r.slot)
+        self._join(done)
         self._decoding = None if done else self._decoding
         if not self.core.captured:
             self._give_first()
+
+    def _join(self, done: list[Request]) -> None:
+        """Let requests whose prompts have been run take part in the steps from now on."""
+        self.filling = [r for r in self.filling if r not in done]
+        self.live = sorted([*self.live, *done], key=lambda r: r.slot)
+
+    @property
+    def _decoded(self) -> list[Request]:
+        """Requests of the next step. One token is all some want, and have already."""
+        return [r for r in self.live if r.guide is None and r.max_new_tokens > 1]
+
+    @property
+    def _boarded(self) -> list[Request]:
+        """Requests whose prompts are run by the step under way."""
+        first = None if self._pending is None else self._pending[1].first
+        return [] if first is None else [r for r in first.requests if not r.finished]
+
+    def _board(self) -> bool:
+        """Whether the prompts there are ride with this round's step (docs/design.md)."""
+        core, live = self.core, self._decoded
+        found = riders(self.filling, live, core.workspace, core.config) if core.rides else []
+        if found:
+            self._decoding = core.decoding([*live, *found])
+            self._riders = found if self._decoding.carries(len(live), found) else []
+        return bool(self._riders)
 
     def _give_first(self) -> None:
         """Hand out first tokens. On a GPU after the next step has been started, so that it does
@@ -264,12 +257,10 @@ class Batcher:
                 self._started.add(step)
                 self._give_first()  # a step that may have to be compiled is not waited for
         launched: tuple[Decoding, Launch] | None = None
-        # One token is all some want, and have already.
-        live = [r for r in self.live if r.guide is None and r.max_new_tokens > 1]
-        if live:
+        if live := self._decoded:
             if self._decoding is None:
                 self._decoding = self.core.decoding(live)
-            launched = (self._decoding, self._decoding.launch(live))
+            launched = (self._decoding, self._launch(self._decoding, live))
             if self._decoding.late:
                 launched, self._pending = self._pending, launched
         else:
@@ -278,6 +269,7 @@ class Batcher:
         if launched is not None:
             decoding, launch = launched
             ended += decoding.finish(launch)
+            self._first += [] if launch.first is None else [launch.first]
         self._give_first()
         guided = [r for r in self.live if r.guide is not None]
         if guided:
@@ -285,6 +277,14 @@ class Batcher:
         for request in ended:
             self._end(request, finish_reason(request))
             self.live.remove(request)
+
+    def _launch(self, decoding: Decoding, live: list[Request]) -> Launch:
+        if not self._riders:
+            return decoding.launch(live)
+        riders, self._riders = self._riders, []
+        launch = decoding.launch(live, riders)
+        self._join(riders)
+        return launch
 
     def _end(self, request: Request, reason: FinishReason) -> None:
         """Give slot and pages back. A step under way may still write there; what is placed next

@@ -42,7 +42,9 @@ class EngineConfig:
     faster passes of 2 to 16 rows. `capture`: compile the step and capture it in CUDA graphs; None
     does so on a GPU. `compile_prefill`: compile and capture the pass over prompts too; None does
     so where steps are captured, False starts sooner (docs/performance.md). `prefix_cache`:
-    requests whose prompts begin alike share whole pages of it.
+    requests whose prompts begin alike share whole pages of it. `ride_prompts`: short prompts that
+    arrive while others decode are run by the verification of a decode step; None does so where
+    steps are captured (docs/design.md, "Riding prompts").
 
     Raises ValueError naming the setting that is out of range.
     """
@@ -57,6 +59,7 @@ class EngineConfig:
     capture: bool | None = None
     compile_prefill: bool | None = None
     prefix_cache: bool = True
+    ride_prompts: bool | None = None
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):
@@ -89,12 +92,14 @@ class EngineConfig:
         for name in ("pack_weights", "prefix_cache"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}: expected True or False, got {getattr(self, name)!r}")
-        for name in ("capture", "compile_prefill"):
+        for name in ("capture", "compile_prefill", "ride_prompts"):
             if not (getattr(self, name) is None or isinstance(getattr(self, name), bool)):
                 value = getattr(self, name)
                 raise ValueError(f"{name}: expected None, True or False, got {value!r}")
         if self.compile_prefill and self.capture is False:
             raise ValueError("compile_prefill: expected None or False without capture, got True")
+        if self.ride_prompts and self.mode == "ar":
+            raise ValueError("ride_prompts: expected None or False in mode 'ar', got True")
 
     @property
     def concurrency(self) -> int:

@@ -21,10 +21,12 @@ from dscale.policy import AutoBudget, FixedBudget, Policy
 from dscale.prefill import packed_chunk
 from dscale.request import Request
 from dscale.results import FirstTokens, Results
+from dscale.riding import carries, riding_buckets
 from dscale.sizing import Sizes, allocate, check_room, memory_of, needed, roomy
 from dscale.stages import Stage, Stages, build_stages, prompt_stage
 from dscale.stats import Stats
 from dscale.timing import (
+    TIMED_LANES,
     MeasuredCosts,
     bucket_kinds,
     buckets_to,
@@ -33,9 +35,6 @@ from dscale.timing import (
     linear_costs,
 )
 from dscale.workspace import Workspace
-
-TIMED_LANES = 8
-"""Lanes of the eager passes that are timed for budget "auto" without captured graphs."""
 
 
 @dataclass(slots=True)
@@ -85,11 +84,17 @@ class Core:
         """Whether the pass over prompts is captured as well."""
         return self.captured and self.config.compile_prefill is not False
 
+    @property
+    def rides(self) -> bool:
+        """Whether prompts may be run by decode steps."""
+        return carries(self.config, self.drafter, self.captured)
+
     def decoding(self, requests: list[Request]) -> Decoding:
         """Decode steps that serve all these requests, and as many more as they are."""
         assert self.workspace is not None
         chooser = self._chooser(requests, self._ready)
         policy = self._policy(chooser, len(requests), alone=False)  # may capture and time
+        costs = self._costs.get(chooser, MeasuredCosts())
         return Decoding(
             self.workspace,
             self.stages(chooser),
@@ -99,6 +104,7 @@ class Core:
             late=self.captured,
             padded=self.flex,
             times=self.corrected(chooser),
+            captured=costs.captured if self.captured else None,
         )
 
     def corrected(self, chooser: Chooser) -> MeasuredCosts | None:
@@ -288,7 +294,7 @@ class Core:
         """Capture and time what so many requests may pass and is missing; returns all times."""
         assert self.workspace is not None
         costs = self._costs.setdefault(chooser, MeasuredCosts())
-        stages, lanes = self.stages(chooser), buckets_to(requests)
-        kinds = bucket_kinds(self.config)
-        capture_buckets(self.workspace, stages, lanes, kinds, costs, alone=alone)
+        stages, kinds, lanes = self.stages(chooser), bucket_kinds(self.config), buckets_to(requests)
+        riding = riding_buckets(self.config, lanes) if self.serving and self.rides else []
+        capture_buckets(self.workspace, stages, lanes, kinds, costs, alone=alone, riding=riding)
         return costs

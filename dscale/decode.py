@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,8 +14,10 @@ from dscale.compiled.flow import COUNT, FAILED, LENGTH, LIVE, SCORES, TOKENS, St
 from dscale.errors import not_finite
 from dscale.host_pack import pack_on_host
 from dscale.policy import Choice, Floats, Observer, Policy
+from dscale.prefill import PromptTile, prompt_tiles
 from dscale.request import Request
-from dscale.results import Results, mark
+from dscale.results import FirstTokens, Results, mark
+from dscale.riding import Bucket, bucket_for
 from dscale.stages import Stages
 from dscale.stats import Stats
 from dscale.workspace import Workspace, bucket_of
@@ -23,13 +26,15 @@ from dscale.workspace import Workspace, bucket_of
 @dataclass(slots=True)
 class Launch:
     """A step under way: its live requests, how many rows it verifies, and what comes of it; its
-    lanes, and its requests' committed tokens as the host knew them."""
+    lanes, and its requests' committed tokens as the host knew them; and the first tokens of
+    requests whose prompts it runs."""
 
     live: list[Request]
     choice: Choice | None
     results: Results
     lanes: int
     context: int
+    first: FirstTokens | None = None
 
 
 @dataclass(slots=True)
@@ -39,7 +44,7 @@ class Decoding:
     `policy` None: uniform rows (`rows` each). `late`: results are read one step later, while the
     next step runs, so a finished request takes part in one more step, in which its lane is dead.
     `padded`: lanes come in buckets. `times` hears how long steps took, where a GPU's results are
-    late."""
+    late. `captured`: the buckets that steps with prompts may have, None for any."""
 
     workspace: Workspace
     stages: Stages
@@ -49,18 +54,58 @@ class Decoding:
     late: bool
     padded: bool
     times: Observer | None = None
+    captured: Collection[Bucket] | None = None
 
-    def launch(self, live: list[Request]) -> Launch:
-        """Start one step of placed requests."""
+    def launch(self, live: list[Request], riders: Sequence[Request] = ()) -> Launch:
+        """Start one step of placed requests; it runs what is left of the prompts of `riders`, in
+        lanes behind those of the live ones."""
         lanes = bucket_of(len(live)) if self.padded else len(live)
-        idle = self.workspace.max_requests
         context = sum(r.context for r in live)
         choice = self._choose(lanes, live, context)
+        tiles = prompt_tiles(riders, self.workspace.block)
+        if tiles:
+            lanes, choice = self._with(tiles, len(live), choice)
+            context += sum(tile.start for tile in tiles)
         began = mark(self.workspace.device) if self.times is not None and self.late else None
-        step = self.workspace.assign([r.slot for r in live] + [idle] * (lanes - len(live)))
-        run_stages(self.workspace, self.stages, step, lanes, choice)
+        slots = [r.slot for r in live] + [tile.request.slot for tile in tiles]
+        slots += [self.workspace.max_requests] * (lanes - len(slots))
+        step = self.workspace.assign(slots, tiles, len(live))
+        given = sum(tile.length for tile in tiles)
+        run_stages(self.workspace, self.stages, step, lanes, choice, given)
         results = Results.of(step.result_NX, late=self.late, began=began)
-        return Launch(live, choice, results, lanes, context)
+        for request in riders:
+            request.prefilled = len(request.prompt)
+        self.stats.prompt_tokens += given
+        self.stats.ridden_tokens += given
+        ends = [lane for lane, tile in enumerate(tiles, len(live)) if tile.ends]
+        first = FirstTokens(list(riders), ends, results) if riders else None
+        return Launch(live, choice, results, lanes, context, first)
+
+    def carries(self, live: int, riders: Sequence[Request]) -> bool:
+        """Whether a step of so many live requests can run the rest of these prompts, whatever the
+        policy chooses."""
+        block = self.workspace.block
+        lanes = live + len(prompt_tiles(riders, block))
+        rows = None if self.policy is None else lanes * block
+        return bucket_for(lanes, rows, self.captured, padded=self.padded) is not None
+
+    def _with(
+        self, tiles: Sequence[PromptTile], live: int, choice: Choice | None
+    ) -> tuple[int, Choice | None]:
+        """Lanes and rows of a step that runs these tiles besides what was chosen for the live
+        requests."""
+        if choice is None:
+            return self._bucket(live + len(tiles), None)[0], None
+        each = min(choice.average, self.workspace.block) if choice.draft else 1
+        rows = min(choice.rows, each * live) + sum(tile.length for tile in tiles)
+        lanes, most = self._bucket(live + len(tiles), rows)
+        assert most is not None
+        return lanes, Choice(most, choice.average, choice.draft)
+
+    def _bucket(self, lanes: int, rows: int | None) -> Bucket:
+        found = bucket_for(lanes, rows, self.captured, padded=self.padded)
+        assert found is not None
+        return found
 
     def run(self, live: list[Request]) -> None:
         """Decode placed requests until all have ended, without taking others in."""
@@ -117,6 +162,8 @@ class Decoding:
         milliseconds = launch.results.milliseconds
         if self.times is not None and milliseconds is not None:
             choice = launch.choice
+            if launch.first is not None and choice is not None and not choice.draft:
+                return  # neither a plain step nor a drafted one
             rows = None if choice is None else choice.rows if choice.draft else 0
             self.times.observe(launch.lanes, rows, launch.context, milliseconds)
 
@@ -136,10 +183,15 @@ class Decoding:
 
 
 def run_stages(
-    workspace: Workspace, stages: Stages, step: Step, lanes: int, choice: Choice | None
+    workspace: Workspace,
+    stages: Stages,
+    step: Step,
+    lanes: int,
+    choice: Choice | None,
+    given: int = 0,
 ) -> None:
     """Run a step of `lanes` lanes: decide, or anchors where nothing is drafted, and verify.
-    `choice` None: uniform rows."""
+    `choice` None: uniform rows. `given`: those of its rows that are a prompt's."""
     requests = workspace.requests
     begin_step()
     if choice is None:
@@ -149,7 +201,7 @@ def run_stages(
         return
     decide = stages.decide if choice.draft else stages.anchors
     assert decide is not None
-    workspace.make_room(step, choice.rows, choice.average)
+    workspace.make_room(step, choice.rows - given, choice.average)
     packed = workspace.packed(lanes, lanes * VERIFY_TILE)
     if stages.host_lengths and choice.draft:
         decide(requests, step)

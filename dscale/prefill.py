@@ -1,9 +1,10 @@
-"""Cutting prompts into chunks of rows for the prefill stage: packed flat, or in fixed-address
-buffers of whole tiles."""
+"""Cutting prompts: into chunks of rows for the prefill stage, packed flat or in fixed-address
+buffers of whole tiles, and into tiles that are lanes of a decode step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -152,3 +153,53 @@ class ChunkBuffers:
             first += tiles
         send(torch.from_numpy(host), self.flat)
         return self.chunk
+
+
+class PromptTile(NamedTuple):
+    """What a lane of a decode step brings of a request's prompt: `length` tokens from position
+    `start` on."""
+
+    request: Request
+    start: int
+    length: int
+
+    @property
+    def ends(self) -> bool:
+        """Whether the prompt ends with it."""
+        return self.start + self.length == len(self.request.prompt)
+
+
+def prompt_tiles(requests: Sequence[Request], width: int) -> list[PromptTile]:
+    """What is left of prompts, in tiles of at most `width` tokens, one request's after the
+    other's."""
+    return [
+        PromptTile(request, start, min(width, len(request.prompt) - start))
+        for request in requests
+        for start in range(request.prefilled, len(request.prompt), width)
+    ]
+
+
+class GivenBuffers:
+    """What the lanes of a step bring of prompts, at fixed addresses (see `compiled.flow.Step`)."""
+
+    def __init__(self, lanes: int, width: int, device: torch.device) -> None:
+        """For tiles of up to `width` tokens."""
+        self._sizes, self._width = [lanes] * 3 + [lanes * width], width
+        self._empty = True
+        self.flat = torch.zeros(sum(self._sizes), dtype=torch.int64, device=device)
+        self.given_N, self.start_N, self.ends_N, token = torch.split(self.flat, self._sizes)
+        self.given_NW = token.view(lanes, width)
+
+    def fill(self, tiles: Sequence[PromptTile], first: int) -> None:
+        """Let the lanes from `first` on bring these tiles and no others any, unless that is so
+        already; the host does not wait."""
+        if self._empty and not tiles:
+            return
+        self._empty = not tiles
+        host = np.zeros(len(self.flat), np.int64)
+        given, start, ends, token = np.split(host, np.cumsum(self._sizes)[:-1])
+        for lane, tile in enumerate(tiles, first):
+            given[lane], start[lane], ends[lane] = tile.length, tile.start, tile.ends
+            at = lane * self._width
+            token[at : at + tile.length] = tile.request.prompt[tile.start :][: tile.length]
+        send(torch.from_numpy(host), self.flat)

@@ -12,7 +12,8 @@ class Stats:
     `steps`: decode passes of the whole batch. `passes`: the same counted per request (target
     passes a request took part in). `tokens`: tokens committed by decode passes; the first token of
     a request comes from its prefill. `drafted`, `accepted`: candidates verified and kept, the
-    successor not counted. `prompt_tokens`: prefilled; `prefix_hits`: found in the cache instead.
+    successor not counted. `prompt_tokens`: prefilled, of which `ridden_tokens` in decode steps;
+    `prefix_hits`: found in the cache instead.
     `uncaptured_steps`: those of `steps` in
     which the host chose (docs/design.md, "Host path")."""
 
@@ -24,6 +25,7 @@ class Stats:
     drafted: int = 0
     accepted: int = 0
     prompt_tokens: int = 0
+    ridden_tokens: int = 0
     prefix_hits: int = 0
     uncaptured_steps: int = 0
     prefill_seconds: float = 0.0

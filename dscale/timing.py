@@ -28,6 +28,9 @@ from dscale.workspace import BUCKETS, Workspace, bucket_of
 CAPTURE_RUNS = 3
 """Calls until a bucket replays: one runs, one records, one replays."""
 
+TIMED_LANES = 8
+"""Lanes of the eager passes that are timed for budget "auto" without captured graphs."""
+
 HEATING_RUNS, TIMED_RUNS, EAGER_RUNS = 8, 5, 2
 ENDLESS = 1 << 20
 """Tokens a lane may still emit."""
@@ -53,10 +56,12 @@ def buckets_to(lanes: int) -> list[int]:
 @dataclass(slots=True)
 class MeasuredCosts:
     """Times of captured buckets: (lanes, rows) to a cost; rows 0 is a plain step, None a uniform
-    one. `observed`: how many served steps have corrected each."""
+    one. `observed`: how many served steps have corrected each. `captured`: all that replay, those
+    without a time too, which only steps with prompts have."""
 
     table: dict[tuple[int, int | None], Cost] = field(default_factory=dict)
     observed: Counter[tuple[int, int | None]] = field(default_factory=Counter)
+    captured: set[tuple[int, int | None]] = field(default_factory=set)
 
     def of(self, lanes: int, rows: int) -> Cost:
         """Of one bucket. Raises KeyError for one that was never measured."""
@@ -208,23 +213,28 @@ def capture_buckets(
     costs: MeasuredCosts,
     *,
     alone: bool,
+    riding: Iterable[tuple[int, int | None]] = (),
 ) -> None:
     """Capture every bucket of these lane counts that `costs` does not have yet, then time them.
 
-    `kinds`: see `bucket_kinds`. `alone`: see `Runner`."""
+    `kinds`: see `bucket_kinds`. `alone`: see `Runner`. `riding`: more buckets, which are not
+    timed."""
     wanted = [
         (count, None if kind is None else kind * count)
         for count in sorted(lanes, reverse=True)
         for kind in kinds
     ]
     wanted = [bucket for bucket in wanted if bucket not in costs.table]
-    if not wanted:
+    riding = [b for b in riding if b not in costs.captured and b not in wanted]
+    new = sorted((*riding, *wanted), key=lambda bucket: -bucket[0])
+    if not new:
         return  # as before nearly every step after a prompt: no progress bar is made for nothing
     runner = Runner(workspace, stages, alone)
-    for count, rows in tqdm(wanted, desc="dscale: capture", unit="bucket"):
+    for count, rows in tqdm(new, desc="dscale: capture", unit="bucket"):
         runner.at_context(count, 0)  # Earlier requests' pages may be others' by now.
         for _ in range(CAPTURE_RUNS):
             runner.step(count, rows)
+        costs.captured.add((count, rows))
     for count, rows in wanted:
         near, far = (runner.at_context(count, to) for to in (NEAR_CONTEXT, LONG_CONTEXT))
         runner.heat(count, rows)
@@ -233,7 +243,7 @@ def capture_buckets(
         fast = runner.milliseconds(count, rows)
         per_token = max(0.0, slow - fast) / (count * (far - near)) if far > near else 0.0
         costs.table[count, rows] = Cost(fast - per_token * count * near, per_token)
-    for count in {count for count, _ in wanted}:  # of more lanes than slots: the idle one
+    for count in {count for count, _ in new}:  # of more lanes than slots: the idle one
         runner.rest(count)
 
 

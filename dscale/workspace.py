@@ -3,6 +3,8 @@ bucket."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -15,7 +17,7 @@ from dscale.compiled.predictor import RECENT
 from dscale.compiled.prefill import Chunk
 from dscale.compiled.target import Target
 from dscale.placing import Staging
-from dscale.prefill import ChunkBuffers, bucket_of_tiles, tiles_of
+from dscale.prefill import ChunkBuffers, GivenBuffers, PromptTile, bucket_of_tiles, tiles_of
 from dscale.request import Request
 
 STOP_IDS = 8
@@ -76,6 +78,7 @@ class Workspace:
         self._packed: dict[tuple[int, int], Packed] = {}
         self._chunks: dict[int, ChunkBuffers] = {}
         self._sent: dict[int, list[int]] = {}
+        self._given: dict[int, GivenBuffers] = {}
 
     def fits(
         self,
@@ -152,10 +155,12 @@ class Workspace:
         for ours, theirs in zip(self.requests, moved, strict=True):
             ours.index_copy_(0, index_N, theirs)
 
-    def assign(self, slots: list[int]) -> Step:
-        """The step of as many lanes, its lanes given to these slots."""
+    def assign(self, slots: list[int], tiles: Sequence[PromptTile] = (), first: int = 0) -> Step:
+        """The step of as many lanes, its lanes given to these slots; those from `first` on bring
+        these tiles of prompts."""
         step = self.step(len(slots))
         self._send(step.slot_N, slots)
+        self._given[len(slots)].fill(tiles, first)
         return step
 
     def make_room(self, step: Step, rows: int, average: int) -> None:
@@ -173,6 +178,7 @@ class Workspace:
         """The buffers of a step of `lanes` lanes, always the same ones."""
         if lanes not in self._steps:
             slot = torch.full((lanes,), self.max_requests, dtype=torch.int64, device=self.device)
+            given = self._given[lanes] = GivenBuffers(lanes, self.block, self.device)
             step = Step(
                 slot_N=slot,
                 room=torch.ones(2, dtype=torch.int32, device=self.device),
@@ -180,6 +186,10 @@ class Workspace:
                 length_N=slot.new_zeros(lanes, dtype=torch.int32),
                 offset_N=slot.new_zeros(lanes),
                 result_NX=slot.new_zeros(lanes, RESULT_COLUMNS, dtype=torch.int32),
+                given_N=given.given_N,
+                given_NW=given.given_NW,
+                start_N=given.start_N,
+                ends_N=given.ends_N,
             )
             for tensor in step:
                 if lanes > 1 and tensor is not step.room:

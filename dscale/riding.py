@@ -1,0 +1,87 @@
+"""Which prompts ride: are run by the verification of a decode step, a tile of 16 tokens a lane."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from dscale.compiled.drafter import Drafter
+from dscale.config import EngineConfig
+from dscale.kernels.ops import MAX_LANES
+from dscale.policy import MULTIPLES
+from dscale.prefill import prompt_tiles
+from dscale.request import Request
+from dscale.workspace import Workspace, bucket_of
+
+MOST_TILES = 16
+"""Tiles of prompts in one step: 256 tokens. Beyond, a pass of their own reads the weights as fast
+as it computes."""
+
+Bucket = tuple[int, int | None]
+"""Lanes and rows of a captured step, rows None for a uniform one."""
+
+# Rows per lane of buckets that only steps with prompts have: of two requests for each lane and of
+# few rows for the live ones up to full tiles everywhere.
+_MULTIPLES = (6, 8, 12, 16)
+_EIGHT = 8
+
+
+def carries(config: EngineConfig, drafter: Drafter | None, captured: bool) -> bool:
+    """Whether steps may run tiles of prompts: those of modes that verify whole blocks can. Where
+    the config leaves it open, `captured` ones do."""
+    wanted = captured if config.ride_prompts is None else config.ride_prompts
+    if drafter is None or not wanted:
+        return False
+    block = drafter.config.block_size
+    return config.adaptive or config.uniform_rows(block) == block
+
+
+def bucket_for(
+    lanes: int, rows: int | None, captured: Collection[Bucket] | None, *, padded: bool
+) -> Bucket | None:
+    """The smallest bucket of a step of so many lanes and rows (None: uniform): one of `captured`,
+    or where that is None, any that a step may have. None where there is none."""
+    if lanes > MAX_LANES:
+        return None
+    if captured is not None:
+        able = [(n, m) for n, m in captured if n >= lanes and (m is None) == (rows is None)]
+        able = [(n, m) for n, m in able if (m or 0) >= (rows or 0)]
+        return min(able, key=lambda bucket: (bucket[0], bucket[1] or 0), default=None)
+    if not padded:
+        return lanes, rows
+    lanes = bucket_of(lanes)
+    if rows is None:
+        return lanes, None
+    return lanes, lanes * next(m for m in MULTIPLES if m * lanes >= rows)
+
+
+def riding_buckets(config: EngineConfig, lanes: Sequence[int]) -> list[Bucket]:
+    """Buckets that steps with prompts need besides those of `lanes` lanes, the ones that other
+    steps have: two more lane counts, for 8 and for 16 tiles, and where every request has a fixed
+    number of rows, larger multiples."""
+    top = -(-max(lanes) // _EIGHT) * _EIGHT
+    more = [count for count in (top + _EIGHT, top + 2 * _EIGHT) if count <= MAX_LANES]
+    if not config.adaptive:
+        return [(count, None) for count in more]
+    if config.average is None:
+        return [(count, m * count) for count in more for m in _MULTIPLES]
+    larger = [m for m in _MULTIPLES[1:] if m > config.average]
+    return [(count, m * count) for count in (*lanes, *more) for m in larger]
+
+
+def riders(
+    filling: Sequence[Request],
+    live: Sequence[Request],
+    workspace: Workspace | None,
+    config: EngineConfig,
+) -> list[Request]:
+    """The requests of `filling` whose prompts may ride with a step of `live`: all that have no
+    leader, or none.
+
+    None ride where one is guided, has a repetition penalty or is too long, because then there is a
+    pass of their own anyway, in which the others cost little; nor more tokens than a chunk has."""
+    group = [r for r in filling if r.leader is None]
+    tokens = sum(len(r.prompt) - r.prefilled for r in group)
+    alone = any(r.guide is not None or r.repetition_penalty != 1 for r in group)
+    if not live or workspace is None or alone or tokens > config.prefill_chunk:
+        return []
+    return group if len(prompt_tiles(group, workspace.block)) <= MOST_TILES else []
