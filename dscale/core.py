@@ -292,9 +292,9 @@ class Core:
 
     def _capture(self, chooser: Chooser, requests: int, *, alone: bool) -> MeasuredCosts:
         """Capture and time what so many requests may pass and is missing; returns all times."""
-        assert self.workspace is not None
+        w, made, lanes = self.workspace, self.stages(chooser), buckets_to(requests)
+        assert w is not None
         costs = self._costs.setdefault(chooser, MeasuredCosts())
-        stages, kinds, lanes = self.stages(chooser), bucket_kinds(self.config), buckets_to(requests)
-        riding = riding_buckets(self.config, lanes) if self.serving and self.rides else []
-        capture_buckets(self.workspace, stages, lanes, kinds, costs, alone=alone, riding=riding)
+        new = riding_buckets(self.config, lanes) if self.serving and self.rides else []
+        capture_buckets(w, made, lanes, bucket_kinds(self.config), costs, alone=alone, riding=new)
         return costs
