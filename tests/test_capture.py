@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from captured import SAMPLED, EveryBucket, Pair, like
+from tiny import continuation, prompt
 from torch import Tensor, nn
 
 import dscale
@@ -155,6 +156,32 @@ def test_one_graph_of_each_stage_for_few_lanes_and_many(
             assert parted is (parts in shared), count
             assert parted is bool(shared), count
         assert sorted(graphs) == stages
+
+
+@pytest.mark.parametrize(
+    ("mode", "budget", "stages"),
+    [
+        ("dscale", "auto", ADAPTIVE),
+        ("dscale", 3, ADAPTIVE),
+        ("dflash", None, ["Decide", "Verify"]),
+    ],
+)
+def test_riding_prompts_need_no_graph_of_their_own(
+    mode: str, budget: Any, stages: list[str], graphs: list[str], pair: Pair
+) -> None:
+    long, short = prompt(9), [prompt(n) for n in (20, 3)]
+    want = [continuation(pair.reference, ids, 12)[len(ids) :] for ids in short]
+    with pair.attach(mode=mode, budget=budget, max_concurrency=4) as spec:
+        spec.engine.warm_up(like(3))
+        before = sorted(graphs)
+        assert set(before) <= set(stages)
+        running = spec.engine.submit(long, max_new_tokens=300)
+        next(iter(running))
+        handles = [spec.engine.submit(ids, max_new_tokens=12) for ids in short]
+        assert [h.result().generated_tokens for h in handles] == want
+        running.cancel()
+        assert spec.stats.ridden_tokens == 23
+        assert sorted(graphs) == before == sorted(set(before))
 
 
 def test_ways_of_choosing_tokens_do_not_share_a_compile_limit(

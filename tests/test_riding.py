@@ -1,32 +1,27 @@
 """Prompts that ride with a decode step's verification: the tokens are those of plain decoding."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
-from listed_attention import listed_attention
+from riding import Make, all_free, batchers, made_flex, made_late, passes_of, request, take, to_end
 from scripted import overrule
 from soak import References
-from tiny import VOCAB, prompt, tiny_drafter, tiny_model
+from tiny import tiny_drafter, tiny_model
 
 import dscale
-import dscale.compiled.attention
-import dscale.core
-from dscale.batcher import Batcher
 from dscale.compiled.drafter import Drafter
-from dscale.core import Core
+from dscale.config import EngineConfig
+from dscale.policy import AutoBudget, Choice
 from dscale.request import Request
+from dscale.riding import bucket_for, riding_buckets
 
 WAYS: list[tuple[Any, Any]] = [
     ("dflash", None), ("+tiles", None), ("+budget", "auto"),
     ("dscale", "half"), ("dscale", "auto"), ("dscale", 3),
 ]  # fmt: skip
 LENGTHS = (1, 15, 16, 17, 128, 250)
-POISON = VOCAB - 1
-"""A token whose embedding is NaN."""
 SAMPLED = {"temperature": 0.9, "top_k": 9, "top_p": 0.9}
-Make = Callable[..., Batcher]
 
 
 @pytest.fixture(scope="module")
@@ -43,63 +38,12 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Drafter]:
 
 @pytest.fixture
 def make(pair: tuple[Any, Drafter]) -> Iterator[Make]:
-    """Make a batcher of the pair; the test takes its rounds itself."""
-    specs = []
-
-    def batcher_of(mode: Any = "dscale", budget: Any = "half", **settings: Any) -> Batcher:
-        settings = {"pool_tokens": 40 * 128, "max_concurrency": 8, "ride_prompts": True} | settings
-        settings["capture"] = False
-        drafter = None if mode == "ar" else pair[1]
-        specs.append(dscale.attach(pair[0], drafter, mode=mode, budget=budget, **settings))
-        return specs[-1].engine.batcher
-
-    with torch.no_grad():
-        yield batcher_of
-    for spec in specs:
-        spec.detach()
+    yield from batchers(pair)
 
 
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Tokens of every pass of its own over prompts."""
-    seen: list[int] = []
-    prefill = Core.prefill
-
-    def counted(self: Core, requests: list[Request], lengths: list[int]) -> Any:
-        seen.append(sum(lengths))
-        return prefill(self, requests, lengths)
-
-    monkeypatch.setattr(Core, "prefill", counted)
-    return seen
-
-
-def made_late(patch: pytest.MonkeyPatch) -> None:
-    """Results are read a step later, as on a GPU."""
-    decoding = dscale.core.Decoding
-    patch.setattr(dscale.core, "Decoding", lambda *a, **k: decoding(*a, **{**k, "late": True}))
-
-
-def made_flex(patch: pytest.MonkeyPatch) -> None:
-    """The route of a GPU: lanes in buckets, block tables."""
-    patch.setattr(Core, "flex", property(lambda self: True))
-    patch.setattr(dscale.compiled.attention, "flex_attention", listed_attention)
-
-
-def request(length: int, new: int = 12, **settings: Any) -> Request:
-    return Request(prompt=prompt(length), max_new_tokens=new, **settings)
-
-
-def take(batcher: Batcher, rounds: int) -> None:
-    for _ in range(rounds):
-        batcher.round()
-
-
-def to_end(batcher: Batcher) -> None:
-    for _ in range(1000):
-        if not batcher.busy:
-            return
-        batcher.round()
-    raise AssertionError("the batcher never came to an end")
+    return passes_of(monkeypatch)
 
 
 def alone(make: Make, items: list[Request]) -> list[list[int]]:
@@ -109,7 +53,6 @@ def alone(make: Make, items: list[Request]) -> list[list[int]]:
     like = [Request(**{name: getattr(item, name) for name in names}) for item in items]
     batcher.add(like)
     to_end(batcher)
-    batcher.core.close()
     return [item.tokens for item in like]
 
 
@@ -122,7 +65,6 @@ def test_tokens_are_those_of_plain_decoding(
     sampled: bool,
     late: bool,
     flex: bool,
-    pair: tuple[Any, Drafter],
     make: Make,
     passes: list[int],
     monkeypatch: pytest.MonkeyPatch,
@@ -132,7 +74,6 @@ def test_tokens_are_those_of_plain_decoding(
     first = [request(n, 60, **h) for n, h in zip((9, 130), how, strict=False)]
     then = [request(n, 14, **h) for n, h in zip(LENGTHS, how[2:], strict=True)]
     want = alone(make, [*first, *then])
-    pair[0]._dscale.detach()
     texts = [r.prompt + tokens for r, tokens in zip((*first, *then), want, strict=True)]
     overrule(monkeypatch, texts)
     if late:
@@ -153,5 +94,93 @@ def test_tokens_are_those_of_plain_decoding(
     assert stats.ridden_tokens == sum(LENGTHS)
     assert stats.prompt_tokens == 139 + sum(LENGTHS)
     assert stats.tokens == 2 * 59 + len(LENGTHS) * 13
-    assert stats.tokens_per_pass > 1.5
-    assert (batcher.num_free_pages, batcher.num_free_slots) == (40, 8)
+    assert stats.tokens_per_pass > 1.5 or budget == "auto"  # whose steps may be plain
+    assert all_free(batcher)
+
+
+def test_steps_that_draft_nothing_carry_prompts_too(
+    make: Make, references: References, passes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made_late(monkeypatch)
+    observed: list[tuple[int, int]] = []
+    monkeypatch.setattr(
+        AutoBudget, "choose", lambda self, lanes, *a: Choice(lanes, 1, draft=False)
+    )
+    monkeypatch.setattr(AutoBudget, "observe", lambda *a: observed.append((0, 0)))
+    batcher = make(budget="auto")
+    items = [request(n, 20) for n in (9, 240, 16)]
+    batcher.add(items[:1])
+    take(batcher, 2)
+    batcher.add(items[1:])
+    to_end(batcher)
+    assert [r.tokens for r in items] == [references.text(n)[:20] for n in (9, 240, 16)]
+    assert passes == [9]
+    assert batcher.core.stats.drafted == 0
+    assert not observed
+
+
+@pytest.mark.parametrize(
+    ("settings", "others"),
+    [
+        ({}, [request(257)]),
+        ({}, [request(128), request(129)]),
+        ({}, [request(20, repetition_penalty=1.2)]),
+        ({"ride_prompts": False}, [request(20)]),
+        ({"ride_prompts": None}, [request(20)]),
+        ({"mode": "dflash", "budget": 8, "ride_prompts": None}, [request(20)]),
+    ],
+)
+def test_passes_of_their_own(
+    settings: dict[str, Any], others: list[Request], make: Make, passes: list[int]
+) -> None:
+    """Long prompts, penalties, narrow passes; and where nobody decodes."""
+    items = [
+        Request(prompt=r.prompt, max_new_tokens=8, repetition_penalty=r.repetition_penalty)
+        for r in others
+    ]
+    batcher = make(**settings)
+    batcher.add([request(9, 40)])
+    take(batcher, 2)
+    batcher.add(items)
+    to_end(batcher)
+    assert sum(passes) == 9 + sum(len(r.prompt) for r in items)
+    assert batcher.core.stats.ridden_tokens == 0
+
+
+def test_the_rest_of_a_long_prompt_rides(
+    make: Make, references: References, passes: list[int]
+) -> None:
+    batcher = make(prefill_chunk=128)
+    items = [request(9, 40), request(260, 12)]
+    batcher.add(items[:1])
+    take(batcher, 2)
+    batcher.add(items[1:])
+    to_end(batcher)
+    assert passes == [9, 128, 128]
+    assert batcher.core.stats.ridden_tokens == 4
+    assert items[1].tokens == references.text(260)[:12]
+
+
+def test_buckets() -> None:
+    """The smallest that holds lanes and rows; of the captured ones, where there are such."""
+    captured = {(8, None), (16, None), (8, 128), (16, 192), (16, 256), (16, 0), (24, 144)}
+    assert bucket_for(9, None, captured, padded=True) == (16, None)
+    assert bucket_for(9, 193, captured, padded=True) == (16, 256)
+    assert bucket_for(8, 129, captured, padded=True) == (16, 192)
+    assert bucket_for(9, 257, captured, padded=True) is None
+    assert bucket_for(17, None, captured, padded=True) is None
+    assert bucket_for(9, 93, None, padded=False) == (9, 93)
+    assert bucket_for(9, 93, None, padded=True) == (12, 96)
+    assert bucket_for(257, None, None, padded=True) is None
+    auto, half = (EngineConfig(budget=b) for b in ("auto", "half"))
+    assert riding_buckets(EngineConfig(mode="dflash"), [2, 4, 8]) == [(16, None), (24, None)]
+    assert riding_buckets(auto, [2, 4])[:2] == [(16, 96), (16, 128)]
+    assert riding_buckets(half, [32]) == [(n, m * n) for n in (32, 40, 48) for m in (12, 16)]
+    assert len(riding_buckets(auto, [2, 256])) == 0
+
+
+def test_a_mode_that_cannot_carry_prompts_says_so(pair: tuple[Any, Drafter]) -> None:
+    with pytest.raises(ValueError, match="ride_prompts: expected None or False in mode 'ar'"):
+        dscale.attach(pair[0], mode="ar", ride_prompts=True)
+    with pytest.raises(ValueError, match=r"ride_prompts: expected .* with budget 8 in mode 'dfl"):
+        dscale.attach(pair[0], pair[1], mode="dflash", budget=8, ride_prompts=True)
