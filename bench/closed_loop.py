@@ -63,7 +63,7 @@ def main() -> None:
     workloads = {name: load_workload(name, args.prompts) for name in {c.set for c in cells}}
     pair = toy(args) if args.tiny else smollm2(args)
     base |= {"model": pair.model, "dtype": pair.dtype, "prefix_cache": args.prefix_cache}
-    base |= {"compile_prefill": args.compile_prefill}
+    base |= {"compile_prefill": args.compile_prefill, "ride_prompts": args.ride_prompts}
     results = ResultFile(args.out / "closed_loop.json", LOOP_KEYS, base)
     attempts = Attempts(args.seconds)
     try:
@@ -111,7 +111,7 @@ def known(results: ResultFile, cell: Cell) -> bool:
     """Whether a row of this cell is there, from the same commit and device."""
     wanted = results.base | cell.fields
     row = results.rows.get(tuple(wanted[key] for key in results.keys))
-    same = ("commit", "gpu", "warmup", "prefix_cache", "compile_prefill")
+    same = ("commit", "gpu", "warmup", "prefix_cache", "compile_prefill", "ride_prompts")
     return row is not None and all(row.get(key) == wanted[key] for key in same)
 
 
@@ -169,6 +169,7 @@ def settings_of(args: argparse.Namespace) -> EngineConfig:
         max_concurrency=most,
         prefix_cache=args.prefix_cache,
         compile_prefill=None if args.compile_prefill else False,
+        ride_prompts=None if args.ride_prompts else False,
     )
 
 
@@ -272,6 +273,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--prefix-cache", action="store_true", help="prompts come twice each")
     parser.add_argument("--eager-prefill", dest="compile_prefill", action="store_false")
+    parser.add_argument("--separate-prompts", dest="ride_prompts", action="store_false")
     parser.add_argument("--again", action="store_true", help="measure known cells anew")
     parser.add_argument(
         "--seconds", type=float, default=1e9,

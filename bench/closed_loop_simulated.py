@@ -82,7 +82,7 @@ def loops(name: str, args: argparse.Namespace, attempts: Attempts) -> None:
     shape, most = SHAPES[name], max(args.concurrency)
     base = environment(args.commit) | {"model": shape.name, "dtype": args.dtype}
     looped = {"acceptance": "simulated", "source": "measured", "prefix_cache": False}
-    looped |= {"compile_prefill": args.compile_prefill}
+    looped |= {"compile_prefill": args.compile_prefill, "ride_prompts": args.ride_prompts}
     results = ResultFile(args.out / "closed_loop.json", LOOP_KEYS, base | looped)
     times = (
         ResultFile(args.out / "bucket_times.json", STEP_KEYS, base),
@@ -93,6 +93,7 @@ def loops(name: str, args: argparse.Namespace, attempts: Attempts) -> None:
         max_concurrency=most,
         prefix_cache=False,
         compile_prefill=None if args.compile_prefill else False,
+        ride_prompts=None if args.ride_prompts else False,
     )
     trace = Trace(*draws(args, args.traces[0], 0), args.device)
     engine = SwitchedEngine(models.target, models.drafter, models.predictor, slots, trace)
@@ -207,14 +208,14 @@ def replay(model: str, cell: Cell, trace: str, args: argparse.Namespace) -> Row:
     times, origin = cached_times(args.out, model, case, cell.temperature > 0)
     drawn = draws(args, trace, cell.repetition)
     late = not origin["gpu"].startswith("none")
-    loop = Replay(case, times, *drawn, late=late, padded=late)
+    loop = Replay(case, times, *drawn, late=late, padded=late, ride=args.ride_prompts and late)
     served = loop.run(requests_of(cell, 2)[cell.warmup :], cell.concurrency)
     kept = ("gpu", "torch", "triton", "transformers", "commit", "date", "dtype")
     return (
         {name: origin[name] for name in kept}
         | {"model": model, "acceptance": "simulated", "source": "replayed", "trace": trace}
         | row_of(cell)
-        | {"prefix_cache": False}
+        | {"prefix_cache": False, "ride_prompts": args.ride_prompts}
         | figures(served, loop.stats, loop.intervals, cell.output_cap)
     )
 
@@ -243,6 +244,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--replays", type=int, default=5, help="repetitions of the sweep")
     parser.add_argument("--replayed-requests", type=int, default=512)
     parser.add_argument("--eager-prefill", dest="compile_prefill", action="store_false")
+    parser.add_argument("--separate-prompts", dest="ride_prompts", action="store_false")
     parser.add_argument(
         "--seconds", type=float, default=1e9,
         help="start no loop of a model so long after its first one; compiling comes on top",

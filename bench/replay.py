@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -16,64 +16,38 @@ import torch
 from torch import Tensor
 
 from bench.client import Intervals, Served
+from bench.replay_times import Times
 from bench.step_cases import Case
 from dscale.compiled.attention import VERIFY_TILE
 from dscale.kernels import ops
-from dscale.policy import AutoBudget, Choice, Cost, Costs, FixedBudget, Policy
-from dscale.prefill import next_lengths
+from dscale.policy import AutoBudget, Choice, Costs, FixedBudget, Policy
+from dscale.prefill import next_lengths, prompt_tiles
 from dscale.request import Request
+from dscale.riding import Bucket, bucket_for, carries, riders, with_prompts
 from dscale.stats import Stats
-from dscale.timing import MeasuredCosts
 from dscale.workspace import bucket_of
 
 CANDIDATES = VERIFY_TILE - 1
 
 
-@dataclass(frozen=True, slots=True)
-class Times:
-    """Measured milliseconds. `steps`: captured buckets, rows None for a uniform step. `launch`:
-    the host's time to start a step; `finish`: to hand out its results. Prefills by their tokens
-    together: `prefill` for the whole round when nothing else runs, `prefill_gpu` of the GPU
-    alone."""
-
-    steps: MeasuredCosts
-    prefill: Sequence[tuple[int, float]]
-    prefill_gpu: Sequence[tuple[int, float]]
-    launch: float = 0.3
-    finish: float = 0.1
-
-    def of_step(self, lanes: int, rows: int | None) -> Cost:
-        """The measured bucket, or the next larger one of as many lanes. Raises ValueError where
-        there is none."""
-        table = self.steps.table
-        if rows:
-            larger = [n for count, n in table if count == lanes and n is not None and n >= rows]
-            rows = min(larger, default=rows)
-        if (lanes, rows) not in table:
-            raise ValueError(f"steps: expected a time of {lanes} lanes, {rows} rows, got none")
-        return table[lanes, rows]
-
-    def of_prefill(self, tokens: int) -> tuple[float, float]:
-        """(round, GPU) time of a prefill of so many tokens."""
-        return _interpolated(tokens, self.prefill), _interpolated(tokens, self.prefill_gpu)
-
-
 @dataclass(slots=True)
 class Under:
-    """A step under way: who takes part and what it will commit, and when it ends."""
+    """A step under way: who takes part and what it will commit, whose prompts it runs, and when it
+    ends."""
 
     live: list[Request]
     count_N: list[int]
     length_N: list[int]
     choice: Choice | None
     score_NC: Tensor
+    riders: Sequence[Request]
     end: float
 
 
 @dataclass(slots=True)
 class Replay:
     """One closed loop. `late`, `padded`: as in `dscale.decode.Decoding`, which this mirrors
-    together with `dscale.batcher.Batcher`."""
+    together with `dscale.batcher.Batcher`. `ride`: prompts do where there are times for that."""
 
     case: Case
     times: Times
@@ -82,6 +56,7 @@ class Replay:
     chunk: int = 512
     late: bool = True
     padded: bool = True
+    ride: bool = False
     policy: Policy | None = None
     stats: Stats = field(default_factory=Stats)
     intervals: Intervals = field(default_factory=Intervals)
@@ -94,6 +69,7 @@ class Replay:
     _filling: list[Request] = field(default_factory=list)
     _live: list[Request] = field(default_factory=list)
     _pending: Under | None = None
+    _riders: list[Request] = field(default_factory=list)
     _first: tuple[Sequence[Request], Sequence[Request], float] = ((), (), 0.0)
     _ended: float | None = None
 
@@ -136,7 +112,28 @@ class Replay:
         self._ended = self.host if advanced else None
         return ended
 
+    @property
+    def _decoded(self) -> list[Request]:
+        return [r for r in self._live if r.max_new_tokens > 1]
+
+    @property
+    def _buckets(self) -> Collection[Bucket] | None:
+        return self.times.steps.table.keys() if self.padded else None
+
+    def _board(self) -> bool:
+        live, config = self._decoded, self.case.config
+        if not (self.ride and carries(config, VERIFY_TILE, True)):
+            return False
+        found = riders(self._filling, live, block=VERIFY_TILE, most=self.chunk)
+        lanes = len(live) + len(prompt_tiles(found, VERIFY_TILE))
+        rows = lanes * VERIFY_TILE if config.adaptive else None
+        fits = bucket_for(lanes, rows, self._buckets, padded=self.padded) is not None
+        self._riders = found if fits else []
+        return bool(self._riders)
+
     def _fill(self) -> list[Request]:
+        if self._board():
+            return []
         left = self.chunk if self._live else self.chunk * len(self._filling)
         rests = (len(r.prompt) - r.prefilled for r in self._filling)
         found = next_lengths(rests, self.chunk, left, padded=not self.padded)
@@ -170,7 +167,7 @@ class Replay:
         return ended
 
     def _decode(self) -> list[Request]:
-        live = [r for r in self._live if r.max_new_tokens > 1]
+        live = self._decoded
         under = self._launch(live) if live else None
         if self.late:
             under, self._pending = self._pending, under
@@ -184,11 +181,17 @@ class Replay:
         count = len(live)
         lanes = bucket_of(count) if self.padded else count
         choice = self._choose(lanes, live)
+        riders, self._riders = self._riders, []
+        tiles = prompt_tiles(riders, VERIFY_TILE)
+        if tiles:
+            lanes, choice = with_prompts(
+                tiles, count, choice, self._buckets, block=VERIFY_TILE, padded=self.padded
+            )
         slots = [r.slot for r in live]
         at = [self._at_S[slot] % self.accepted_TS.shape[0] for slot in slots]
         score_NC = self.score_TSC[at, slots]
         left = [self._left[r] for r in live]
-        length_N = self._lengths(choice, score_NC, left)
+        length_N = self._lengths(choice, score_NC, left, sum(tile.length for tile in tiles))
         accepted_N = self.accepted_TS[at, slots].tolist()
         rows = list(zip(accepted_N, length_N, left, strict=True))
         count_N = [min(a, k - 1, n - 1) + 1 if n else 0 for a, k, n in rows]
@@ -199,9 +202,14 @@ class Replay:
         rows_in_all = None if choice is None else (choice.rows if choice.draft else 0)
         cost = self.times.of_step(lanes, rows_in_all)
         self.host += self.times.launch
-        end = max(self.gpu, self.host) + cost.at(sum(r.context for r in live))
-        self.gpu = end
-        return Under(live, count_N, length_N, choice, score_NC, end)
+        context = sum(r.context for r in live) + sum(tile.start for tile in tiles)
+        self.gpu = end = max(self.gpu, self.host) + cost.at(context)
+        for request in riders:
+            request.prefilled = len(request.prompt)
+            self._left[request] -= 1
+        self._filling = [r for r in self._filling if r not in riders]
+        self._live = sorted([*self._live, *riders], key=_slot)
+        return Under(live, count_N, length_N, choice, score_NC, riders, end)
 
     def _choose(self, lanes: int, live: list[Request]) -> Choice | None:
         if self.policy is None:
@@ -215,7 +223,9 @@ class Replay:
         rows = min(choice.rows, choice.average * len(live), most)
         return Choice(rows, choice.average)
 
-    def _lengths(self, choice: Choice | None, score_NC: Tensor, left: list[int]) -> list[int]:
+    def _lengths(
+        self, choice: Choice | None, score_NC: Tensor, left: list[int], given: int
+    ) -> list[int]:
         if choice is None:
             return [self.case.config.uniform_rows(VERIFY_TILE)] * len(left)
         if not choice.draft:
@@ -224,7 +234,7 @@ class Replay:
             score_NC.contiguous(),
             torch.tensor([n > 0 for n in left]),
             torch.tensor(left, dtype=torch.int32),
-            torch.tensor([choice.rows, choice.average], dtype=torch.int32),
+            torch.tensor([choice.rows - given, choice.average], dtype=torch.int32),
             self.case.config.budget_seed,
         ).tolist()
         return lengths
@@ -246,6 +256,9 @@ class Replay:
             self._give(request, count)
             if len(request.tokens) == request.max_new_tokens:
                 ended.append(request)
+        for request in under.riders:
+            self._give(request, 1)
+        ended += [r for r in under.riders if r.max_new_tokens == 1]
         for request in ended:
             self._live.remove(request)
             self._end(request)
@@ -268,8 +281,3 @@ def policy_of(case: Case, costs: Costs) -> Policy:
 
 def _slot(request: Request) -> int:
     return request.slot
-
-
-def _interpolated(at: int, table: Sequence[tuple[int, float]]) -> float:
-    x, y = ([pair[i] for pair in table] for i in (0, 1))
-    return float(np.interp(at, x, y))

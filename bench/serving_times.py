@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from bench.aggregate import Row, read_rows
-from bench.replay import Times
+from bench.replay_times import Times
 from bench.result_files import ResultFile
 from bench.step_cases import Case
 from bench.switched import SwitchedEngine
@@ -22,7 +22,7 @@ from dscale.config import EngineConfig
 from dscale.policy import Cost
 from dscale.prefill import TILES, tiles_of
 from dscale.request import Request
-from dscale.timing import MeasuredCosts, Runner, bucket_kinds
+from dscale.timing import NEAR_CONTEXT, MeasuredCosts, Runner, bucket_kinds
 
 STEP_KEYS = ("model", "mode", "tile", "sampled", "lanes", "rows")
 STEP_FIELDS = (*STEP_KEYS, "base_ms", "per_token_ms", "launch_ms")
@@ -46,6 +46,7 @@ def step_rows(engine: SwitchedEngine, case: Case, temperature: float = 0.0) -> l
         runner = Runner(core.workspace, core.stages(chooser), alone=True)
         times = core.times(chooser)
         table = times.table if core.captured else _eager(runner, core.config)
+        table = table | _riding(runner, times)
         for (lanes, packed), cost in table.items():
             rows.append(
                 {
@@ -73,6 +74,17 @@ def _eager(runner: Runner, config: EngineConfig) -> dict[tuple[int, int | None],
         for kind in bucket_kinds(config)
         for rows in [None if kind is None else kind * lanes]
     }
+
+
+def _riding(runner: Runner, times: MeasuredCosts) -> dict[tuple[int, int | None], Cost]:
+    """Times of buckets that only steps with prompts have, behind little context; those of more
+    lanes than slots of equal lanes, which a GPU is somewhat faster at."""
+    found = {}
+    for lanes, rows in sorted(times.captured - times.table.keys(), key=str):
+        runner.at_context(lanes, NEAR_CONTEXT)
+        found[lanes, rows] = Cost(runner.milliseconds(lanes, rows))
+        runner.rest(lanes)
+    return found
 
 
 def _launch(runner: Runner, lanes: int, rows: int | None) -> float:

@@ -136,9 +136,9 @@ class Trace(nn.Module):
         """Counts accepted at full width in the lanes' present steps, [N]."""
         return self.accepted_TS[self._row(slot_N), slot_N]
 
-    def advance(self, slot_N: Tensor) -> None:
-        """On to the next step."""
-        self.at_S.index_put_((slot_N,), self.at_S[slot_N] + 1)
+    def advance(self, slot_N: Tensor, steps_N: Tensor | int = 1) -> None:
+        """On by one step, or by so many."""
+        self.at_S.index_put_((slot_N,), self.at_S[slot_N] + steps_N)
 
     def _row(self, slot_N: Tensor) -> Tensor:
         return self.at_S[slot_N] % self.accepted_TS.shape[0]
@@ -165,7 +165,7 @@ class SimulatedVerify(Verify):
 
     def forward(self, requests: Requests, step: Step, packed: Packed | None = None) -> None:
         Verify.forward(self, requests, step, packed)
-        self.trace.advance(step.slot_N)
+        self.trace.advance(step.slot_N, step.given_N == 0)  # prompts take none
 
     def choose(
         self, requests: Requests, step: Step, token_M: Tensor, rows: Rows, paging: Paging

@@ -85,7 +85,7 @@ def attach(
             "compile_prefill: expected None or False for a model on the CPU, got True"
         )
     loaded = None if drafter is None else drafter_for(model, drafter, shape)
-    if ride_prompts and not carries(config, loaded, True):
+    if ride_prompts and loaded is not None and not carries(config, loaded.config.block_size, True):
         raise ValueError(
             f"ride_prompts: expected None or False with budget {budget!r} in mode {mode!r}, whose "
             "passes verify less than a block of each request, got True"

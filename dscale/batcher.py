@@ -229,8 +229,8 @@ class Batcher:
     def _board(self) -> bool:
         """Whether the prompts there are ride with this round's step (docs/design.md)."""
         core, live = self.core, self._decoded
-        found = riders(self.filling, live, core.workspace, core.config) if core.rides else []
-        if found:
+        most = core.config.prefill_chunk
+        if found := riders(self.filling, live, block=core.rides, most=most):
             self._decoding = core.decoding([*live, *found])
             self._riders = found if self._decoding.carries(len(live), found) else []
         return bool(self._riders)

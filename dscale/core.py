@@ -85,16 +85,16 @@ class Core:
         return self.captured and self.config.compile_prefill is not False
 
     @property
-    def rides(self) -> bool:
-        """Whether prompts may be run by decode steps."""
-        return carries(self.config, self.drafter, self.captured)
+    def rides(self) -> int:
+        """Tokens of a prompt that a lane of a decode step may run; 0: none."""
+        block = 0 if self.drafter is None else self.drafter.config.block_size
+        return block if carries(self.config, block, self.captured) else 0
 
     def decoding(self, requests: list[Request]) -> Decoding:
         """Decode steps that serve all these requests, and as many more as they are."""
         assert self.workspace is not None
         chooser = self._chooser(requests, self._ready)
         policy = self._policy(chooser, len(requests), alone=False)  # may capture and time
-        costs = self._costs.get(chooser, MeasuredCosts())
         return Decoding(
             self.workspace,
             self.stages(chooser),
@@ -104,7 +104,7 @@ class Core:
             late=self.captured,
             padded=self.flex,
             times=self.corrected(chooser),
-            captured=costs.captured if self.captured else None,
+            captured=self._costs.get(chooser, MeasuredCosts()).captured if self.captured else None,
         )
 
     def corrected(self, chooser: Chooser) -> MeasuredCosts | None:

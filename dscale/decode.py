@@ -14,10 +14,10 @@ from dscale.compiled.flow import COUNT, FAILED, LENGTH, LIVE, SCORES, TOKENS, St
 from dscale.errors import not_finite
 from dscale.host_pack import pack_on_host
 from dscale.policy import Choice, Floats, Observer, Policy
-from dscale.prefill import PromptTile, prompt_tiles
+from dscale.prefill import prompt_tiles
 from dscale.request import Request
 from dscale.results import FirstTokens, Results, mark
-from dscale.riding import Bucket, bucket_for
+from dscale.riding import Bucket, bucket_for, with_prompts
 from dscale.stages import Stages
 from dscale.stats import Stats
 from dscale.workspace import Workspace, bucket_of
@@ -64,7 +64,10 @@ class Decoding:
         choice = self._choose(lanes, live, context)
         tiles = prompt_tiles(riders, self.workspace.block)
         if tiles:
-            lanes, choice = self._with(tiles, len(live), choice)
+            lanes, choice = with_prompts(
+                tiles, len(live), choice, self.captured,
+                block=self.workspace.block, padded=self.padded,
+            )  # fmt: skip
             context += sum(tile.start for tile in tiles)
         began = mark(self.workspace.device) if self.times is not None and self.late else None
         slots = [r.slot for r in live] + [tile.request.slot for tile in tiles]
@@ -88,24 +91,6 @@ class Decoding:
         lanes = live + len(prompt_tiles(riders, block))
         rows = None if self.policy is None else lanes * block
         return bucket_for(lanes, rows, self.captured, padded=self.padded) is not None
-
-    def _with(
-        self, tiles: Sequence[PromptTile], live: int, choice: Choice | None
-    ) -> tuple[int, Choice | None]:
-        """Lanes and rows of a step that runs these tiles besides what was chosen for the live
-        requests."""
-        if choice is None:
-            return self._bucket(live + len(tiles), None)[0], None
-        each = min(choice.average, self.workspace.block) if choice.draft else 1
-        rows = min(choice.rows, each * live) + sum(tile.length for tile in tiles)
-        lanes, most = self._bucket(live + len(tiles), rows)
-        assert most is not None
-        return lanes, Choice(most, choice.average, choice.draft)
-
-    def _bucket(self, lanes: int, rows: int | None) -> Bucket:
-        found = bucket_for(lanes, rows, self.captured, padded=self.padded)
-        assert found is not None
-        return found
 
     def run(self, live: list[Request]) -> None:
         """Decode placed requests until all have ended, without taking others in."""

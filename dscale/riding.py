@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from dscale.compiled.drafter import Drafter
 from dscale.config import EngineConfig
 from dscale.kernels.ops import MAX_LANES
-from dscale.policy import MULTIPLES
-from dscale.prefill import prompt_tiles
+from dscale.policy import MULTIPLES, Choice
+from dscale.prefill import PromptTile, prompt_tiles
 from dscale.request import Request
-from dscale.workspace import Workspace, bucket_of
+from dscale.workspace import bucket_of
 
 MOST_TILES = 16
 """Tiles of prompts in one step: 256 tokens. Beyond, a pass of their own reads the weights as fast
@@ -25,14 +24,11 @@ _MULTIPLES = (6, 8, 12, 16)
 _EIGHT = 8
 
 
-def carries(config: EngineConfig, drafter: Drafter | None, captured: bool) -> bool:
-    """Whether steps may run tiles of prompts: those of modes that verify whole blocks can. Where
-    the config leaves it open, `captured` ones do."""
+def carries(config: EngineConfig, block: int, captured: bool) -> bool:
+    """Whether steps may run tiles of prompts: those of modes that verify whole blocks of `block`
+    (0: without a drafter) can. Where the config leaves it open, `captured` ones do."""
     wanted = captured if config.ride_prompts is None else config.ride_prompts
-    if drafter is None or not wanted:
-        return False
-    block = drafter.config.block_size
-    return config.adaptive or config.uniform_rows(block) == block
+    return wanted and block > 0 and (config.adaptive or config.uniform_rows(block) == block)
 
 
 def bucket_for(
@@ -69,19 +65,39 @@ def riding_buckets(config: EngineConfig, lanes: Sequence[int]) -> list[Bucket]:
 
 
 def riders(
-    filling: Sequence[Request],
-    live: Sequence[Request],
-    workspace: Workspace | None,
-    config: EngineConfig,
+    filling: Sequence[Request], live: Sequence[Request], *, block: int, most: int
 ) -> list[Request]:
-    """The requests of `filling` whose prompts may ride with a step of `live`: all that have no
-    leader, or none.
+    """The requests of `filling` whose prompts may ride with a step of `live`, in tiles of `block`
+    tokens (0: none may): all that have no leader, or none.
 
     None ride where one is guided, has a repetition penalty or is too long, because then there is a
-    pass of their own anyway, in which the others cost little; nor more tokens than a chunk has."""
+    pass of their own anyway, in which the others cost little; nor more than `most` tokens."""
     group = [r for r in filling if r.leader is None]
     tokens = sum(len(r.prompt) - r.prefilled for r in group)
     alone = any(r.guide is not None or r.repetition_penalty != 1 for r in group)
-    if not live or workspace is None or alone or tokens > config.prefill_chunk:
+    if not (block and live) or alone or tokens > most:
         return []
-    return group if len(prompt_tiles(group, workspace.block)) <= MOST_TILES else []
+    return group if len(prompt_tiles(group, block)) <= MOST_TILES else []
+
+
+def with_prompts(
+    tiles: Sequence[PromptTile],
+    live: int,
+    choice: Choice | None,
+    captured: Collection[Bucket] | None,
+    *,
+    block: int,
+    padded: bool,
+) -> tuple[int, Choice | None]:
+    """Lanes and rows of a step that runs these tiles besides what the policy chose for so many
+    live requests (None: uniform rows). There must be a bucket, see `bucket_for`."""
+    lanes, rows = live + len(tiles), None
+    if choice is not None:
+        each = min(choice.average, block) if choice.draft else 1
+        rows = min(choice.rows, each * live) + sum(tile.length for tile in tiles)
+    bucket = bucket_for(lanes, rows, captured, padded=padded)
+    assert bucket is not None
+    lanes, rows = bucket
+    if choice is None or rows is None:
+        return lanes, None
+    return lanes, Choice(rows, choice.average, choice.draft)

@@ -12,7 +12,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench import switched
 from bench.client import closed_loop, figures
-from bench.replay import Replay, Times
+from bench.replay import Replay
+from bench.replay_times import Times
 from bench.serving_times import step_rows
 from bench.shapes import SHAPES, build
 from bench.simulated import SETTINGS, Trace, draw
@@ -20,6 +21,7 @@ from bench.step_cases import CASES, Case
 from bench.switched import SharedCore, SwitchedEngine
 from dscale.compiled.sampling import Chooser
 from dscale.config import EngineConfig
+from dscale.decode import Decoding
 from dscale.policy import Cost
 from dscale.request import Request
 from dscale.results import Results
@@ -35,9 +37,11 @@ def no_gradients() -> Iterator[None]:
         yield
 
 
-def engine_of(trace: Trace | None = None) -> SwitchedEngine:
+def engine_of(trace: Trace | None = None, ride: bool | None = None) -> SwitchedEngine:
     models = build(SHAPES["tiny"], CPU, torch.float32)
-    settings = EngineConfig(max_concurrency=WORKERS, prefix_cache=False)
+    settings = EngineConfig(
+        mode="dflash", max_concurrency=WORKERS, prefix_cache=False, ride_prompts=ride
+    )
     return SwitchedEngine(models.target, models.drafter, models.predictor, settings, trace)
 
 
@@ -93,15 +97,19 @@ def costs_of(case: Case) -> dict[tuple[int, int | None], Cost]:
         kinds = tuple(range(17))
     return {
         (lanes, None if kind is None else kind * lanes): Cost(1.0 + 0.01 * (kind or 16) * lanes)
-        for lanes in range(1, WORKERS + 1)
+        for lanes in range(1, 4 * WORKERS)
         for kind in kinds
     }
 
 
 @pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("name", ["ar", "dflash", "dscale-half", "dscale-auto"])
+@pytest.mark.parametrize(
+    ("name", "ride"),
+    [(name, False) for name in ("ar", "dflash", "dscale-half", "dscale-auto")]
+    + [(name, True) for name in ("dflash", "dscale-half", "dscale-auto")],
+)
 def test_the_replay_takes_the_engine_s_steps(
-    monkeypatch: pytest.MonkeyPatch, name: str, late: bool
+    monkeypatch: pytest.MonkeyPatch, name: str, ride: bool, late: bool
 ) -> None:
     """Same trace, same requests: the same progress in every pass of every request."""
     case, slots = CASES[name], 4
@@ -114,7 +122,11 @@ def test_the_replay_takes_the_engine_s_steps(
         monkeypatch.setattr(switched, "capture", lambda stage: stage)
     monkeypatch.setattr(SharedCore, "_capture", lambda core, *a, **k: MeasuredCosts(costs))
     monkeypatch.setattr("dscale.core.linear_costs", lambda *a: MeasuredCosts(costs))
-    engine = engine_of(Trace(*draws, CPU))
+    make = Decoding
+    monkeypatch.setattr(
+        "dscale.core.Decoding", lambda *a, **k: make(*a, **{**k, "captured": None})
+    )
+    engine = engine_of(Trace(*draws, CPU), ride)
     try:
         engine.use(case, ROOM)
         sent = requests()
@@ -122,10 +134,11 @@ def test_the_replay_takes_the_engine_s_steps(
         stats, intervals = engine.stats, engine.batcher.intervals
     finally:
         engine.close()
-    loop = Replay(case, flat_times(costs), *draws, late=late, padded=False)
+    loop = Replay(case, flat_times(costs), *draws, late=late, padded=False, ride=ride)
     replayed = requests()
     served = loop.run(replayed, WORKERS)
     assert [r.progress for r in replayed] == [r.progress for r in sent]
+    assert bool(stats.ridden_tokens) is ride
     counters = ("steps", "passes", "tokens", "drafted", "accepted")
     assert [getattr(loop.stats, c) for c in counters] == [getattr(stats, c) for c in counters]
     assert (loop.intervals.steps, loop.intervals.tokens) == (intervals.steps, intervals.tokens)
