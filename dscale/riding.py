@@ -53,7 +53,7 @@ def bucket_for(
 def riding_buckets(config: EngineConfig, lanes: Sequence[int]) -> list[Bucket]:
     """Buckets that steps with prompts need besides those of `lanes` lanes, the ones that other
     steps have: two more lane counts, for 8 and for 16 tiles, and where every request has a fixed
-    number of rows, larger multiples."""
+    number of rows, larger multiples of every eighth lane count."""
     top = -(-max(lanes) // _EIGHT) * _EIGHT
     more = [count for count in (top + _EIGHT, top + 2 * _EIGHT) if count <= MAX_LANES]
     if not config.adaptive:
@@ -61,7 +61,8 @@ def riding_buckets(config: EngineConfig, lanes: Sequence[int]) -> list[Bucket]:
     if config.average is None:
         return [(count, m * count) for count in more for m in _MULTIPLES]
     larger = [m for m in _MULTIPLES[1:] if m > config.average]
-    return [(count, m * count) for count in (*lanes, *more) for m in larger]
+    counts = [*range(_EIGHT, top + 1, _EIGHT), *more]
+    return [(count, m * count) for count in counts for m in larger]
 
 
 def riders(

@@ -160,15 +160,17 @@ def test_one_graph_of_each_stage_for_few_lanes_and_many(
 
 @pytest.mark.parametrize(
     ("mode", "budget", "stages"),
-    [
-        ("dscale", "auto", ADAPTIVE),
-        ("dscale", 3, ADAPTIVE),
-        ("dflash", None, ["Decide", "Verify"]),
-    ],
+    [("dscale", "auto", ADAPTIVE), ("dflash", None, ["Decide", "Verify"])],
 )
 def test_riding_prompts_need_no_graph_of_their_own(
-    mode: str, budget: Any, stages: list[str], graphs: list[str], pair: Pair
+    mode: str,
+    budget: Any,
+    stages: list[str],
+    graphs: list[str],
+    pair: Pair,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(dscale.stages, "gpu", lambda target: mode == "dscale")  # for sub-lanes
     long, short = prompt(9), [prompt(n) for n in (20, 3)]
     want = [continuation(pair.reference, ids, 12)[len(ids) :] for ids in short]
     with pair.attach(mode=mode, budget=budget, max_concurrency=4) as spec:
