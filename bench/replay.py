@@ -199,7 +199,9 @@ class Replay:
             self._left[request] -= committed
             # A draftless step advances the trace, too: its verify does.
             self._at_S[request.slot] += 1
-        rows_in_all = None if choice is None else (choice.rows if choice.draft else 0)
+        rows_in_all = None if choice is None else choice.rows
+        if choice is not None and not (choice.draft or tiles):
+            rows_in_all = 0
         cost = self.times.of_step(lanes, rows_in_all)
         self.host += self.times.launch
         context = sum(r.context for r in live) + sum(tile.start for tile in tiles)

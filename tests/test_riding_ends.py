@@ -18,10 +18,11 @@ from riding import (
     take,
     to_end,
 )
-from soak import References
+from soak import References, soak
 from tiny import VOCAB, continuation, prompt, tiny_drafter, tiny_model
 
 import dscale
+from bench.soak_load import all_back
 from dscale.compiled.drafter import Drafter
 from dscale.request import Request
 
@@ -188,3 +189,24 @@ def test_a_prompt_that_fails_does_so_alone(
     assert long.tokens == references.text(9)[:60]
     assert batcher.pages.allocator.num_shared == 0
     assert all_free(batcher)
+
+
+@pytest.mark.parametrize(("mode", "budget"), [("dflash", None), ("dscale", "auto")])
+def test_soak(
+    mode: str,
+    budget: Any,
+    pair: tuple[Any, Drafter],
+    references: References,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Requests of all kinds, some of which ride, cancelled anywhere, with prompts that begin
+    alike."""
+    made_late(monkeypatch)
+    with dscale.attach(
+        *pair, mode=mode, budget=budget, ride_prompts=True, pool_tokens=24 * 128, max_concurrency=8
+    ) as spec:
+        ends = soak(spec.engine, references, 80, seed=len(mode), everything=True)
+        all_back(spec.engine)
+        assert ends["length"] > 30
+        assert ends["cancelled"] > 0
+        assert 0 < spec.stats.ridden_tokens < spec.stats.prompt_tokens
