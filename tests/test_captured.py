@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from captured import SETTINGS, EveryBucket, Pair, like
+from tiny import plain, prompt
 from torch import nn
 
 import dscale.compiled.capture
@@ -107,7 +108,7 @@ def test_each_bucket_is_recorded_once(
     pair = Pair(tmp_path, "cuda")
     want = pair.want(most, max_new_tokens=30)
     pair.overrule(monkeypatch, want)
-    with pair.attach(mode=mode, budget=budget, pool_tokens=40 * 128) as spec:
+    with pair.attach(mode=mode, budget=budget, pool_tokens=40 * 128, ride_prompts=False) as spec:
         spec.engine.warm_up(like(most))
         buckets = len({bucket_of(n) for n in range(1, most + 1)})
         # Verify once per capacity; decide and anchors once per lane count; prompts once per size.
@@ -136,3 +137,46 @@ def test_prompts_that_are_not_captured_give_the_same_tokens(tmp_path: Path) -> N
             got = pair.got(count, max_new_tokens=20)
             assert torch.equal(got, want[:count, want.shape[1] - got.shape[1] :]), count
         assert isinstance(spec.engine.batcher.core.prompt, PromptPass)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize(
+    ("mode", "budget"), [("dflash", None), ("dscale", "half"), ("dscale", "auto")]
+)
+def test_riding_prompts_record_nothing_after_the_warm_up(
+    mode: str, budget: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One at a time and two at once, while another decodes; in steps of every capacity."""
+    from torch._inductor import cudagraph_trees
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(dscale.core, "AutoBudget", EveryBucket)
+    recorded: list[int] = []
+    record = cudagraph_trees.CUDAGraphTreeManager.record_function
+
+    def counted(self: Any, *args: Any) -> Any:
+        recorded.append(1)
+        return record(self, *args)
+
+    monkeypatch.setattr(cudagraph_trees.CUDAGraphTreeManager, "record_function", counted)
+    pair = Pair(tmp_path, "cuda")
+    short = [prompt(n) for n in (20, 3, 100, 16)]
+    want = [
+        plain(pair.reference, torch.tensor([ids]).to("cuda"), max_new_tokens=12)[0, len(ids) :]
+        for ids in short
+    ]
+    with pair.attach(mode=mode, budget=budget, max_concurrency=4, pool_tokens=40 * 128) as spec:
+        spec.engine.warm_up(like(4))
+        everything = len(recorded)
+        assert everything
+        running = spec.engine.submit(prompt(9), max_new_tokens=1500)
+        next(iter(running))
+        found = []
+        for group in (short[:1], short[1:3], short[3:]):
+            handles = [spec.engine.submit(ids, max_new_tokens=12) for ids in group]
+            found += [handle.result().generated_tokens for handle in handles]
+        running.cancel()
+        assert found == [ids.tolist() for ids in want]
+        assert spec.stats.ridden_tokens == sum(map(len, short))
+        assert len(recorded) == everything
