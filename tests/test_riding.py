@@ -162,11 +162,11 @@ def test_the_rest_of_a_long_prompt_rides(
 
 
 def test_buckets() -> None:
-    """The smallest that holds lanes and rows; of the captured ones, where there are such."""
+    """The cheapest that holds lanes and rows; of the captured ones, where there are such."""
     captured = {(8, None), (16, None), (8, 128), (16, 192), (16, 256), (16, 0), (24, 144)}
     assert bucket_for(9, None, captured, padded=True) == (16, None)
     assert bucket_for(9, 193, captured, padded=True) == (16, 256)
-    assert bucket_for(8, 129, captured, padded=True) == (16, 192)
+    assert bucket_for(8, 129, captured, padded=True) == (24, 144)
     assert bucket_for(9, 257, captured, padded=True) is None
     assert bucket_for(17, None, captured, padded=True) is None
     assert bucket_for(9, 93, None, padded=False) == (9, 93)
