@@ -44,7 +44,7 @@ def bucket_for(
     if captured is not None:
         able = [(n, m) for n, m in captured if n >= lanes and (m is None) == (rows is None)]
         able = [(n, m) for n, m in able if (m or 0) >= (rows or 0)]
-        return min(able, key=lambda b: (_LANE * b[0] + (b[1] or 0), b[0]), default=None)
+        return min(able, key=lambda b: (_LANE * b[0] + (b[1] or 0), b[1] or 0), default=None)
     if not padded:
         return lanes, rows
     lanes = bucket_of(lanes)
