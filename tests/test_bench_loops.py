@@ -115,6 +115,7 @@ def watched_events(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     def wrote(engine: Any, case: Any, file: Any, temperature: float) -> None:
         assert engine.core.case == case, "the mode in use"
+        assert engine.core.workspace.served == ("loop" in events), "or no noise is in the pages"
         name = next(name for name, known in CASES.items() if known == case)
         events.append((name, temperature))
         write(engine, case, file, temperature)
