@@ -162,7 +162,7 @@ class Runner:
         w = self.workspace
         if w.served or end <= self._noisy:
             return
-        noise = torch.Generator(w.device).manual_seed(0)
+        noise = torch.Generator(w.device).manual_seed(self._noisy)
         for pool in (w.pool, w.draft_pool):
             for buffer in () if pool is None else pool.buffers():
                 pages = buffer.view(w.num_pages, -1)[self._noisy : end]
