@@ -122,19 +122,22 @@ def warm_up(
     that run."""
     most, cap = max(c.concurrency for c in cells), max(c.output_cap for c in cells)
     ids, ready = pair.encode("Why is the sky blue?"), set()
+    captured: dict[tuple[str, float], dict[str, Any]] = {}
     for case, temperature in dict.fromkeys((c.case, c.temperature) for c in cells):
         settings: dict[str, Any] = {"temperature": temperature, "stop_ids": pair.stop_ids}
-        with attempts.attempt(f"{case}, temperature {temperature:g}"):
+        what = f"{case}, temperature {temperature:g}"
+        with attempts.attempt(what):
             room = [Request(prompt=[0] * longest, max_new_tokens=cap, **settings)] * most
             took = pair.engine.use(all_cases()[case], room)
-            began = time.perf_counter()
+            print(f"{what}: {took:.1f} s to compile and capture", flush=True)
+            captured[case, temperature] = settings
+    for (case, temperature), settings in captured.items():  # last: steps are timed before any
+        what, began = f"first requests, {case}, temperature {temperature:g}", time.perf_counter()
+        with attempts.attempt(what):
+            pair.engine.use(all_cases()[case])
             first = [Request(prompt=ids, max_new_tokens=24, **settings) for _ in range(2 * most)]
             closed_loop(pair.engine.submit, first, most)
-            print(
-                f"{case}, temperature {temperature:g}: {took:.1f} s to compile and capture, "
-                f"{time.perf_counter() - began:.1f} s for the first requests",
-                flush=True,
-            )
+            print(f"{what}: {time.perf_counter() - began:.1f} s", flush=True)
             ready.add((case, temperature))
     return ready
 

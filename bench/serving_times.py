@@ -182,7 +182,7 @@ def write_steps(
 def write_prefills(
     engine: SwitchedEngine, file: ResultFile, length: int, temperature: float = 0.0
 ) -> None:
-    """Measure and keep prefills: every mode's alike, so the last one's stay."""
+    """Measure and keep prefills, in the mode in use: those of others are alike."""
     together = TILES[-1] // tiles_of(length)  # in one pass
     most = min(engine.settings.max_concurrency or together, together)
     counts = [n for n in (1, 2, 4, 8, 16, 32) if n <= most]

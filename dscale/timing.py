@@ -80,6 +80,17 @@ class MeasuredCosts:
         self.observed[lanes, rows] += 1
 
 
+def cost_of(fast: float, slow: float, near: int, far: int) -> Cost:
+    """The line through a step's times at two total contexts, which may be the same.
+
+    At most half of the nearer time is due to its context: where something else made the other one
+    long, no step may seem free without one."""
+    per_token = max(0.0, slow - fast) / (far - near) if far > near else 0.0
+    if per_token * near > fast / 2:
+        per_token = fast / (2 * near)
+    return Cost(fast - per_token * near, per_token)
+
+
 @dataclass(frozen=True, slots=True)
 class LinearCosts:
     """A draft of `draft_lane` * lanes ms, a pass of `verify` + `verify_row` * rows ms."""
@@ -156,7 +167,7 @@ class Runner:
         w = self.workspace
         if w.served or end <= self._noisy:
             return
-        noise = torch.Generator(w.device).manual_seed(0)
+        noise = torch.Generator(w.device).manual_seed(self._noisy)
         for pool in (w.pool, w.draft_pool):
             for buffer in () if pool is None else pool.buffers():
                 pages = buffer.view(w.num_pages, -1)[self._noisy : end]
@@ -241,8 +252,7 @@ def capture_buckets(
         slow = runner.milliseconds(count, rows)
         runner.at_context(count, near)
         fast = runner.milliseconds(count, rows)
-        per_token = max(0.0, slow - fast) / (count * (far - near)) if far > near else 0.0
-        costs.table[count, rows] = Cost(fast - per_token * count * near, per_token)
+        costs.table[count, rows] = cost_of(fast, slow, count * near, count * far)
     for count in {count for count, _ in new}:  # of more lanes than slots: the idle one
         runner.rest(count)
 

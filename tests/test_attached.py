@@ -5,7 +5,7 @@ import gc
 import io
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import pytest
@@ -33,8 +33,9 @@ def drafter(tmp_path_factory: pytest.TempPathFactory) -> Drafter:
 
 
 @pytest.fixture
-def spec(drafter: Drafter) -> Attachment:
-    return dscale.attach(tiny_model(), drafter)
+def spec(drafter: Drafter) -> Iterator[Attachment]:
+    with dscale.attach(tiny_model(), drafter) as spec:
+        yield spec
 
 
 class Adapter(nn.Module):

@@ -5,7 +5,7 @@ import importlib
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,33 @@ from bench.loop_cells import Cell, all_cases
 from bench.result_files import ResultFile
 from bench.serving_times import read_times
 from bench.simulated_cells import cell_of, lengths, name_of, requests_of
-from bench.step_cases import CASES
+from bench.step_cases import CASES, Case
+from bench.switched import SwitchedEngine
+from dscale.request import Request
 
 
 @pytest.fixture(autouse=True)
 def no_gradients() -> Iterator[None]:
     with torch.no_grad():
         yield
+
+
+def test_no_mode_is_timed_in_pages_that_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["--tiny", "--sets", "gsm8k", "--concurrency", "2", "--modes", "ar", "+tiles"]
+    use, served = SwitchedEngine.use, []
+
+    def watched(self: SwitchedEngine, case: Case, room: Sequence[Request] = ()) -> float:
+        took = use(self, case, room)
+        assert self.core.workspace is not None
+        served.append((len(room) > 0, self.core.workspace.served))
+        return took
+
+    monkeypatch.setattr(SwitchedEngine, "use", watched)
+    run_real([*arguments, "--repetitions", "1", "--out", str(tmp_path)])
+    assert [had for timed, had in served if timed] == [False, False]
+    assert len(served) == 6
 
 
 def test_real_cells_are_measured_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -115,6 +135,7 @@ def watched_events(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     def wrote(engine: Any, case: Any, file: Any, temperature: float) -> None:
         assert engine.core.case == case, "the mode in use"
+        assert engine.core.workspace.served == ("loop" in events), "or no noise is in the pages"
         name = next(name for name, known in CASES.items() if known == case)
         events.append((name, temperature))
         write(engine, case, file, temperature)

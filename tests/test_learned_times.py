@@ -9,7 +9,7 @@ import pytest
 from budget_simulator import World, simulate
 
 from dscale.policy import MULTIPLES, AutoBudget, Choice, Cost, Floats
-from dscale.timing import MOST, WEIGHT, MeasuredCosts
+from dscale.timing import MOST, WEIGHT, MeasuredCosts, cost_of
 
 
 def table() -> MeasuredCosts:
@@ -63,6 +63,24 @@ def test_times_come_true_and_stay_positive() -> None:
     for _ in range(400):
         costs.observe(8, 64, 100_000, 20.0)
     assert costs.of(8, 64).at(100_000) == pytest.approx(20.0, rel=1e-3)
+    assert costs.of(8, 64).at(0) > 1
+
+
+def test_a_line_through_two_times() -> None:
+    for near, far in ((1024, 8192), (128, 256)):
+        cost = cost_of(5.0, 6.0, near, far)
+        assert (cost.at(near), cost.at(far)) == pytest.approx((5.0, 6.0))
+        assert cost_of(5.0, 4.0, near, far) == Cost(5.0)
+    assert cost_of(5.0, 6.0, 256, 256) == cost_of(5.0, 6.0, 0, 0) == Cost(5.0)
+
+
+def test_no_step_is_free_without_context() -> None:
+    """Where lanes have few pages, a disturbance looks like a dear context."""
+    costs = MeasuredCosts({(8, 64): cost_of(5.0, 11.0, 1024, 2048)})
+    assert costs.of(8, 64).at(1024) == pytest.approx(5.0)
+    for _ in range(200):
+        costs.observe(8, 64, 2048, 5.0)
+    assert costs.of(8, 64).at(2048) == pytest.approx(5.0, rel=0.01)
     assert costs.of(8, 64).at(0) > 1
 
 

@@ -25,6 +25,16 @@ from dscale.core import Core
 Attach = Callable[..., Attachment]
 
 
+@pytest.fixture(autouse=True)
+def no_other_threads() -> None:
+    """An engine that a test before let go ends when the collector finds it."""
+    gc.collect()
+    for thread in threading.enumerate():
+        if thread.name == "dscale":
+            thread.join(1)
+    assert engine_threads() == 0
+
+
 @pytest.fixture(scope="module")
 def references() -> References:
     return References()
