@@ -13,6 +13,19 @@ from dscale.policy import Choice, Cost, Costs, Floats, Policy
 C = 15
 
 
+class Always:
+    """A policy of one multiple in every step; 0 drafts nothing."""
+
+    def __init__(self, multiple: int) -> None:
+        self.multiple = multiple
+
+    def choose(self, lanes: int, score_NC: Floats, context: int) -> Choice:
+        return Choice(max(1, self.multiple) * lanes, 16, draft=self.multiple > 0)
+
+    def observe(self, score_NC: Floats, length_N: Floats, accepted_N: Floats) -> None:
+        pass
+
+
 @dataclass(frozen=True)
 class Prices:
     """A draft, a pass, and what each row beyond `free` adds, in milliseconds."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from budget_simulator import World, simulate
+from budget_simulator import Always, World, simulate
 
 from dscale.policy import MULTIPLES, AutoBudget, Choice, Cost, Floats
 from dscale.timing import MOST, WEIGHT, MeasuredCosts, cost_of
@@ -99,19 +99,6 @@ class Truth:
 
     def of(self, lanes: int, rows: int) -> Cost:
         return Cost(TRUE[lanes][rows // lanes])
-
-
-class Always:
-    """One multiple in every step."""
-
-    def __init__(self, multiple: int) -> None:
-        self.multiple = multiple
-
-    def choose(self, lanes: int, score_NC: Floats, context: int) -> Choice:
-        return Choice(max(1, self.multiple) * lanes, 16, draft=self.multiple > 0)
-
-    def observe(self, score_NC: Floats, length_N: Floats, accepted_N: Floats) -> None:
-        pass
 
 
 class Serving(AutoBudget):

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from budget_simulator import Prices, World, simulate
+from budget_simulator import Always, Prices, World, simulate
 
 from dscale.policy import MULTIPLES, AutoBudget, Choice, Cost, Costs, FixedBudget, Floats
 
@@ -163,19 +163,6 @@ def test_fixed_budgets_never_change(average: int) -> None:
     for keep in (0.1, 0.9):
         policy.observe(falling_scores(3, keep), np.full(3, 2, np.float32), np.zeros(3, np.float32))
         assert policy.choose(4, falling_scores(3, keep), 0) == Choice(4 * average, average)
-
-
-class Always:
-    """One multiple in every step; 0 drafts nothing."""
-
-    def __init__(self, multiple: int) -> None:
-        self.multiple = multiple
-
-    def choose(self, lanes: int, score_NC: Floats, context: int) -> Choice:
-        return Choice(max(1, self.multiple) * lanes, 16, draft=self.multiple > 0)
-
-    def observe(self, score_NC: Floats, length_N: Floats, accepted_N: Floats) -> None:
-        pass
 
 
 WORLDS = [
