@@ -148,7 +148,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--tiny", action="store_true", help="toy models, on a CPU")
     args = parser.parse_args(arguments)
-    args.prefix_cache, args.compile_prefill = False, True
+    args.prefix_cache, args.compile_prefill, args.ride_prompts = False, True, True
     if args.tiny:
         args.concurrency, args.requests, args.output_cap = 3, 2, 20
     return args
