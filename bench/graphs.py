@@ -19,8 +19,9 @@ import torch
 from tqdm import tqdm
 
 from bench.aggregate import read_rows
+from bench.arguments import shape_parser
 from bench.result_files import ResultFile
-from bench.rows import RESULTS, environment, machine
+from bench.rows import environment, machine
 from bench.shapes import SHAPES, Models, Shape, build
 from bench.simulated import SETTINGS, Trace, draw
 from bench.step_bench import STEP_KEYS
@@ -151,7 +152,7 @@ def main() -> None:
         print({name: len(file.rows) for name, file in files.items()})
         return
     device, dtype = machine(args.tiny)
-    base = environment(args.commit) | {"dtype": str(dtype).removeprefix("torch.")}
+    base = environment(args.commit, dtype)
     with torch.no_grad():
         for name in args.models:
             models = build(SHAPES[name], device, dtype)
@@ -176,15 +177,11 @@ def files_of(folder: Path, base: dict[str, Any]) -> dict[str, ResultFile]:
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--models", nargs="+", choices=list(SHAPES), default=["8b"])
+    parser = shape_parser(__doc__)
     parser.add_argument("--requests", nargs="+", type=int, default=[1, 8, 16, 32])
     parser.add_argument("--contexts", nargs="+", type=int, default=[1000])
     parser.add_argument("--repeats", type=int, default=20, help="steps a time is the median of")
     parser.add_argument("--from-steps", type=Path, help="decode_step.json: measure nothing anew")
-    parser.add_argument("--tiny", action="store_true", help="toy size, on a CPU")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--commit")
     args = parser.parse_args(arguments)
     if args.tiny:
         args.models, args.requests, args.contexts, args.repeats = ["tiny"], [2, 3], [40], 2

@@ -9,17 +9,16 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
+from bench.arguments import parsed, shape_parser
 from bench.graphs import BYTES_PER_S
 from bench.result_files import ResultFile
-from bench.rows import RESULTS, environment, machine
+from bench.rows import environment, machine
 from bench.shapes import SHAPES, Shape
 from dscale.compiled.attention import VERIFY_TILE
 from dscale.compiled.kv import PAGE
@@ -119,29 +118,18 @@ def measured(
 def main() -> None:
     args = parse()
     device, dtype = machine(args.tiny)
-    base = environment(args.commit) | {"dtype": str(dtype).removeprefix("torch.")}
+    base = environment(args.commit, dtype)
     file = ResultFile(args.out / "operators.json", KEYS, base)
     with torch.no_grad():
         for name in args.models:
             rows = measured(SHAPES[name], args.requests, device, dtype)
-            for row in tqdm(rows, desc=SHAPES[name].name, unit="row"):
-                tqdm.write(str(row))
-                file.put(row)
+            file.keep(rows, SHAPES[name].name)
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--models", nargs="+", choices=list(SHAPES), default=["8b"])
+    parser = shape_parser(__doc__)
     parser.add_argument("--requests", nargs="+", type=int, default=[1, 8, 16, 32])
-    parser.add_argument("--tiny", action="store_true", help="toy size, on a CPU")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--commit")
-    args = parser.parse_args(arguments)
-    if args.tiny:
-        args.models, args.requests = ["tiny"], [2, 8]
-    elif not torch.cuda.is_available():
-        parser.error("needs a CUDA device; --tiny runs everything at toy size on a CPU")
-    return args
+    return parsed(parser, arguments, {"models": ["tiny"], "requests": [2, 8]})
 
 
 if __name__ == "__main__":

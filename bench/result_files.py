@@ -4,8 +4,11 @@ anew."""
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+from tqdm import tqdm
 
 from bench.rows import write_rows
 
@@ -35,6 +38,12 @@ class ResultFile:
         self.rows[key] = self.base | old | row
         write_rows(self.path, list(self.rows.values()))
         return self.rows[key]
+
+    def keep(self, rows: Iterable[dict[str, Any]], label: str) -> None:
+        """Put rows as they are measured, each said aloud beside a progress bar."""
+        for row in tqdm(rows, desc=label, unit="row"):
+            tqdm.write(str(row))
+            self.put(row)
 
     def find(self, row: dict[str, Any]) -> dict[str, Any] | None:
         """The row in the file with these keys and the base's, of any run."""

@@ -14,8 +14,9 @@ import transformers
 RESULTS = Path(__file__).parent / "results"
 
 
-def environment(commit: str | None = None) -> dict[str, Any]:
-    """GPU (or CPU), versions, commit and date, as every row of bench/results carries them."""
+def environment(commit: str | None = None, dtype: torch.dtype | None = None) -> dict[str, Any]:
+    """GPU (or CPU), versions, commit and date, as every row of bench/results carries them, and
+    where one is given the dtype."""
     cuda = torch.cuda.is_available()
     try:
         import triton
@@ -30,6 +31,7 @@ def environment(commit: str | None = None) -> dict[str, Any]:
         "transformers": transformers.__version__,
         "commit": commit or head_commit(),
         "date": datetime.date.today().isoformat(),
+        **({} if dtype is None else {"dtype": str(dtype).removeprefix("torch.")}),
     }
 
 

@@ -11,17 +11,16 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
+from bench.arguments import parsed, shape_parser
 from bench.graphs import BYTES_PER_S
 from bench.operators import microseconds
 from bench.result_files import ResultFile
-from bench.rows import RESULTS, environment, machine
+from bench.rows import environment, machine
 from bench.shapes import SHAPES, Shape
 from dscale.compiled.attention import VERIFY_TILE, Rows, Tile, Visibility, attend, view
 from dscale.compiled.flow import uniform_rows
@@ -156,32 +155,21 @@ def measured(
 def main() -> None:
     args = parse()
     device, dtype = machine(args.tiny)
-    base = environment(args.commit) | {"dtype": str(dtype).removeprefix("torch.")}
+    base = environment(args.commit, dtype)
     file = ResultFile(args.out / "shared_keys.json", KEYS, base)
     sizes = args.requests, args.contexts, args.sub_lanes
     with torch.no_grad():
         for name in args.models:
             rows = measured(SHAPES[name], *sizes, device, dtype)
-            for row in tqdm(rows, desc=SHAPES[name].name, unit="row"):
-                tqdm.write(str(row))
-                file.put(row)
+            file.keep(rows, SHAPES[name].name)
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--models", nargs="+", choices=list(SHAPES), default=["8b"])
+    parser = shape_parser(__doc__)
     parser.add_argument("--requests", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32])
     parser.add_argument("--contexts", nargs="+", type=int, default=[128, 1000, 4000, 16000])
     parser.add_argument("--sub-lanes", nargs="+", type=int, default=[0, 16, 32])
-    parser.add_argument("--tiny", action="store_true", help="toy size, on a CPU")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--commit")
-    args = parser.parse_args(arguments)
-    if args.tiny:
-        vars(args).update(TINY)
-    elif not torch.cuda.is_available():
-        parser.error("needs a CUDA device; --tiny runs everything at toy size on a CPU")
-    return args
+    return parsed(parser, arguments, TINY)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from dscale.decode import Decoding
 from dscale.pages import PageAllocator, pages_for
 from dscale.policy import AutoBudget, FixedBudget, Policy
 from dscale.request import Request
+from dscale.results import mark
 from dscale.stages import Stage, Stages, build_stages
 from dscale.stats import Stats
 from dscale.timing import MeasuredCosts, bucket_kinds, capture_buckets, linear_costs
@@ -106,16 +107,11 @@ class Clock:
     """Marks in time: on the GPU's own clock where there is one, else on the host's."""
 
     def __init__(self, device: torch.device) -> None:
-        self.cuda = device.type == "cuda"
+        self.device, self.cuda = device, device.type == "cuda"
 
     def mark(self) -> Any:
         """This moment; on a GPU, when it gets here."""
-        if not self.cuda:
-            return time.perf_counter()
-        event: Any = torch.cuda.Event
-        now = event(enable_timing=True)
-        now.record()
-        return now
+        return mark(self.device) if self.cuda else time.perf_counter()
 
     def between(self, first: Any, last: Any) -> float:
         """Milliseconds; only after `wait`."""

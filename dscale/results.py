@@ -15,12 +15,13 @@ from dscale.errors import not_finite
 from dscale.request import Request
 
 
-def mark(device: torch.device) -> Any:
-    """This point of the GPU's work, None on other devices."""
+def mark(device: torch.device, *, timed: bool = True) -> Any:
+    """This point of the GPU's work, None on other devices. `timed`: the time between two of them
+    can be told."""
     if device.type != "cuda":
         return None
     make: Any = torch.cuda.Event
-    event = make(enable_timing=True)
+    event = make(enable_timing=timed)
     event.record()
     return event
 
@@ -41,10 +42,7 @@ class Results:
             return cls(result_NX.to("cpu", copy=True))
         host_NX = torch.empty(result_NX.shape, dtype=torch.int32, pin_memory=True)
         host_NX.copy_(result_NX, non_blocking=True)
-        make: Any = torch.cuda.Event
-        arrived = make(enable_timing=began is not None)
-        arrived.record()
-        return cls(host_NX, arrived, began)
+        return cls(host_NX, mark(result_NX.device, timed=began is not None), began)
 
     def read(self) -> NDArray[np.int32]:
         """The results, once their copy has arrived."""

@@ -247,10 +247,10 @@ def capture_buckets(
             runner.step(count, rows)
         costs.captured.add((count, rows))
     for count, rows in wanted:
-        near, far = (runner.at_context(count, to) for to in (NEAR_CONTEXT, LONG_CONTEXT))
+        far = runner.at_context(count, LONG_CONTEXT)
         runner.heat(count, rows)
         slow = runner.milliseconds(count, rows)
-        runner.at_context(count, near)
+        near = runner.at_context(count, NEAR_CONTEXT)
         fast = runner.milliseconds(count, rows)
         costs.table[count, rows] = cost_of(fast, slow, count * near, count * far)
     for count in {count for count, _ in new}:  # of more lanes than slots: the idle one
