@@ -37,13 +37,15 @@ def swiglu(
     down_bias: Tensor | None,
     gate_up_aid: Tensor | None,
     down_aid: Tensor | None,
+    gate_up_scale: Tensor | None = None,
+    down_scale: Tensor | None = None,
 ) -> Tensor:
     """Gated feed-forward: down(silu(gate x) * up x), gate and up stacked in one weight.
 
-    `gate_up` `[2 * intermediate, D]`; the aids: see `packed.linear`.
+    `gate_up` `[2 * intermediate, D]`; aids and scales: see `packed.linear`.
     """
-    gate, up = linear(x, gate_up, gate_up_bias, gate_up_aid).chunk(2, -1)
-    return linear(F.silu(gate) * up, down, down_bias, down_aid)
+    gate, up = linear(x, gate_up, gate_up_bias, gate_up_aid, gate_up_scale).chunk(2, -1)
+    return linear(F.silu(gate) * up, down, down_bias, down_aid, down_scale)
 
 
 def frozen(tensor: Tensor | None) -> torch.nn.Parameter | None:
