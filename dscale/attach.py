@@ -13,8 +13,9 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from dscale.compiled.drafter import Drafter
 from dscale.compiled.packed import check_packable
+from dscale.compiled.quantized import check_quantizable
 from dscale.compiled.target import TargetConfig
-from dscale.config import Budget, EngineConfig, Mode
+from dscale.config import Budget, EngineConfig, Mode, Numbers
 from dscale.drafter_config import check_fit
 from dscale.drafter_files import load_drafter
 from dscale.generate import Attachment
@@ -38,8 +39,10 @@ def attach(
     capture: bool | None = None,
     compile_prefill: bool | None = None,
     prefix_cache: bool = True,
+    weights: Numbers = "model",
 ) -> Attachment:
-    """Replace `model.generate` by DScale's, sharing the model's weights (no second copy).
+    """Replace `model.generate` by DScale's, sharing the model's weights (no second copy but with
+    `pack_weights` or 8-bit `weights`).
 
     `drafter`: a DFlash checkpoint in z-lab's format (folder or Hub id), or a loaded Drafter.
     `predictor`: a folder that `recipes/train_predictor.py` made for this drafter; None scores
@@ -61,6 +64,7 @@ def attach(
         capture=capture,
         compile_prefill=compile_prefill,
         prefix_cache=prefix_cache,
+        weights=weights,
     )
     if mode == "ar" and (drafter is not None or budget is not None):
         name, value = ("drafter", drafter) if drafter is not None else ("budget", budget)
@@ -75,6 +79,10 @@ def attach(
     shape = target_config(model)
     if pack_weights:
         check_packable(model.device, model.dtype)
+    if weights == "fp8":
+        heads, kv_heads = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        sizes = (shape.hidden_size, shape.intermediate_size, heads, kv_heads)
+        check_quantizable(model.device, model.dtype, sizes)
     if capture and model.device.type == "cpu":
         raise ValueError("capture: expected None or False for a model on the CPU, got True")
     if compile_prefill and model.device.type == "cpu":

@@ -11,6 +11,9 @@ from dscale.kernels.reference_rows import SEEDS
 
 Budget = int | Literal["half", "auto"] | None
 
+Numbers = Literal["model", "fp8"]
+"""Of the projections of the target's layers: in the model's dtype, or 8-bit floats."""
+
 Mode = Literal["ar", "dflash", "+tiles", "+budget", "dscale"]
 
 ADAPTIVE: tuple[Mode, ...] = ("+budget", "dscale")
@@ -42,7 +45,9 @@ class EngineConfig:
     faster passes of 2 to 16 rows. `capture`: compile the step and capture it in CUDA graphs; None
     does so on a GPU. `compile_prefill`: compile and capture the pass over prompts too; None does
     so where steps are captured, False starts sooner (docs/performance.md). `prefix_cache`:
-    requests whose prompts begin alike share whole pages of it.
+    requests whose prompts begin alike share whole pages of it. `weights`: "fp8" keeps a second
+    copy of the target's layer projections in 8-bit floats, which all passes read in place of the
+    model's: a target of its own, whose answers are not the model's (docs/performance.md).
 
     Raises ValueError naming the setting that is out of range.
     """
@@ -57,6 +62,7 @@ class EngineConfig:
     capture: bool | None = None
     compile_prefill: bool | None = None
     prefix_cache: bool = True
+    weights: Numbers = "model"
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):
@@ -93,6 +99,10 @@ class EngineConfig:
             if not (getattr(self, name) is None or isinstance(getattr(self, name), bool)):
                 value = getattr(self, name)
                 raise ValueError(f"{name}: expected None, True or False, got {value!r}")
+        if self.weights not in get_args(Numbers):
+            raise ValueError(f"weights: expected one of {get_args(Numbers)}, got {self.weights!r}")
+        if self.pack_weights and self.weights == "fp8":
+            raise ValueError("pack_weights: expected False with weights 'fp8', got True")
         if self.compile_prefill and self.capture is False:
             raise ValueError("compile_prefill: expected None or False without capture, got True")
 

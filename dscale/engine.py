@@ -58,6 +58,7 @@ class Engine:
         prepare: Prepare = _without_model,
     ) -> None:
         """`prepare`: makes a request of a prompt and generation settings; `attach` gives it."""
+        target.check(config.weights)
         self.target, self.drafter, self.predictor = target, drafter, predictor
         self.config, self.stats = config, Stats()
         self._prepare = prepare
