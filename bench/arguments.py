@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 from bench.rows import RESULTS
 from bench.shapes import SHAPES
+from dscale.config import Numbers
 
 
 def shape_parser(description: str | None) -> argparse.ArgumentParser:
@@ -21,6 +22,30 @@ def shape_parser(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--commit")
     return parser
+
+
+def add_weights(parser: argparse.ArgumentParser) -> None:
+    """Add `--weights`, as the engine's setting."""
+    parser.add_argument(
+        "--weights", choices=get_args(Numbers), default="model",
+        help="of the target's layers; rows of fp8 go to the folder fp8 in that of --out",
+    )  # fmt: skip
+
+
+def numbers_of(args: argparse.Namespace) -> str:
+    """The field `weights` of the rows of a run: "fp8", or the dtype, "bf16" for short."""
+    return "fp8" if args.weights == "fp8" else short(args.dtype)
+
+
+def short(dtype: str) -> str:
+    """A dtype's name in the field `weights`."""
+    return "bf16" if dtype == "bfloat16" else dtype
+
+
+def folder_of(out: Path, weights: str) -> Path:
+    """Where rows go: those of fp8 weights have files of their own, so that nobody who reads the
+    others' takes them for one."""
+    return out / "fp8" if weights == "fp8" else out
 
 
 def parsed(

@@ -12,6 +12,7 @@ from dscale.compiled.attention import VERIFY_TILE
 from dscale.compiled.drafter import Drafter, DrafterConfig
 from dscale.compiled.predictor import Predictor, PredictorConfig
 from dscale.compiled.target import Target, TargetConfig
+from dscale.config import Numbers
 
 _STD = 0.02
 _EPS = 1e-6
@@ -74,8 +75,15 @@ class Models:
         return sum(sizes.values())
 
 
-def build(shape: Shape, device: torch.device, dtype: torch.dtype, seed: int = 0) -> Models:
-    """Random models of a shape: normal weights of standard deviation 0.02, norms of ones."""
+def build(
+    shape: Shape,
+    device: torch.device,
+    dtype: torch.dtype,
+    seed: int = 0,
+    weights: Numbers = "model",
+) -> Models:
+    """Random models of a shape: normal weights of standard deviation 0.02, norms of ones.
+    `weights` "fp8": the target's layers quantized, as the engine's setting has them."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def normal(*size: int) -> Tensor:
@@ -111,6 +119,8 @@ def build(shape: Shape, device: torch.device, dtype: torch.dtype, seed: int = 0)
         inv_freq=inv_freq,
         taps=s.tapped,
     )
+    if weights == "fp8":
+        target.quantize()
     with torch.device(device):
         drafter = Drafter(_drafter_config(s), inv_freq, dtype=dtype)
         predictor = Predictor(PredictorConfig(hidden_size=s.hidden, block_size=VERIFY_TILE))
