@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dscale.compiled.packed import linear
+from dscale.compiled.quantized import gated_linear
 
 
 def rotary_table(
@@ -44,8 +45,11 @@ def swiglu(
 
     `gate_up` `[2 * intermediate, D]`; aids and scales: see `packed.linear`.
     """
-    gate, up = linear(x, gate_up, gate_up_bias, gate_up_aid, gate_up_scale).chunk(2, -1)
-    return linear(F.silu(gate) * up, down, down_bias, down_aid, down_scale)
+    both = linear(x, gate_up, gate_up_bias, gate_up_aid, gate_up_scale)
+    if down_scale is not None:
+        return gated_linear(both, down, down_scale, down_bias, down_aid)
+    gate, up = both.chunk(2, -1)
+    return linear(F.silu(gate) * up, down, down_bias, down_aid)
 
 
 def frozen(tensor: Tensor | None) -> torch.nn.Parameter | None:

@@ -12,10 +12,7 @@ from torch import Tensor
 
 from dscale.compiled.capture import fixed
 from dscale.kernels import ops
-from dscale.kernels.scaled_linear_ops import E4M3
-
-LARGEST = 448.0
-"""Of the format's numbers."""
+from dscale.kernels.reference_scaled import quantize_rows
 
 CAPABILITY = (8, 9)
 """Of the first GPUs whose tensor cores multiply them."""
@@ -44,15 +41,6 @@ def check_quantizable(device: torch.device, dtype: torch.dtype, sizes: Iterable[
         )
 
 
-def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Floats `[M, K]` as (float8_e4m3fn `[M, K]`, float32 scale `[M]`), scale times numbers: the
-    largest of each row becomes 448. A row's result depends on that row alone; one with a NaN is
-    NaN throughout, one of zeros stays so."""
-    wide = x.float()
-    scale = (wide.abs().amax(-1) / LARGEST).clamp_min(torch.finfo(torch.float32).tiny)
-    return (wide / scale[:, None]).to(E4M3), scale
-
-
 def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     """A weight's copy `[N, K]` and scales `[N]`, at fixed addresses. On a CPU the copy is
     float32, of the same values: a CPU would widen it in every pass."""
@@ -68,4 +56,12 @@ def linear(
     """`F.linear` of rows `[M, K]`, quantized here, and a weight of `quantize`, in x's dtype.
     `turn`: see `packed.turns`; None for the library's product."""
     values, x_scale = quantize_rows(x)
+    return ops.scaled_linear(values, x_scale, weight, scale, bias, turn, x.dtype)
+
+
+def gated_linear(
+    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, turn: Tensor | None
+) -> Tensor:
+    """`linear` of silu(gate) * up, x `[M, 2 * K]` being gate and up side by side."""
+    values, x_scale = ops.gated_rows(x)
     return ops.scaled_linear(values, x_scale, weight, scale, bias, turn, x.dtype)

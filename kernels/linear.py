@@ -103,13 +103,22 @@ def _split_linear(
     row_0, column_0 = tile % across * BLOCK_M, tile // across * BLOCK_N
     blocks = tl.cdiv(inner, BLOCK_K)
     first, last = part * blocks // parts, (part + 1) * blocks // parts
-    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     # Hopper sums products of 8-bit floats in 14 bits or so: no longer than over one block.
     IMPRECISE: tl.constexpr = BLOCK_K if SCALED else None
-    for block in range(first, last):
-        left = x_tiles.load([row_0, block * BLOCK_K])
-        right = weight_tiles.load([column_0, block * BLOCK_K])
-        total = tl.dot(left, right.T, total, max_num_imprecise_acc=IMPRECISE)
+    # It multiplies 64 rows at least, of the left operand: few of x stand on the right.
+    if SCALED and BLOCK_M < 64:
+        turned = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        for block in range(first, last):
+            left = x_tiles.load([row_0, block * BLOCK_K])
+            right = weight_tiles.load([column_0, block * BLOCK_K])
+            turned = tl.dot(right, left.T, turned, max_num_imprecise_acc=IMPRECISE)
+        total = turned.T
+    else:
+        total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for block in range(first, last):
+            left = x_tiles.load([row_0, block * BLOCK_K])
+            right = weight_tiles.load([column_0, block * BLOCK_K])
+            total = tl.dot(left, right.T, total, max_num_imprecise_acc=IMPRECISE)
     row = row_0 + tl.arange(0, BLOCK_M)
     column = column_0 + tl.arange(0, BLOCK_N)
     mask = (row < rows)[:, None] & (column < columns)[None, :]

@@ -1,4 +1,5 @@
-"""The custom operation of a projection in 8-bit floats: rows and weights with a scale each.
+"""The custom operations of a projection in 8-bit floats, and of rows that come from a gate to one:
+rows of either operand have a scale each.
 
 Shapes: M rows, N columns, K inner."""
 
@@ -9,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dscale.kernels import reference_scaled
+from dscale.kernels.reference_scaled import E4M3
 from dscale.kernels.registry import expect, expect_tensor, implement
-
-E4M3 = torch.float8_e4m3fn
 
 torch.library.define(
     "dscale::scaled_linear",
@@ -20,6 +21,10 @@ torch.library.define(
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _scaled_linear: Any = torch.ops.dscale.scaled_linear.default
+torch.library.define(
+    "dscale::gated_rows", "(Tensor x) -> (Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,)
+)
+_gated_rows: Any = torch.ops.dscale.gated_rows.default
 
 
 def scaled_linear(
@@ -70,22 +75,30 @@ def _check(
         expect(dtype == torch.bfloat16, "dtype", "torch.bfloat16 on a GPU", dtype)
 
 
-def _reference(
-    x: Tensor,
-    x_scale: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None,
-    turn: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
-    total = torch.nn.functional.linear(x.float(), weight.float())
-    total = total * x_scale[:, None] * weight_scale
-    return (total if bias is None else total + bias).to(dtype)
-
-
 def _fake(x: Tensor, x_scale: Tensor, weight: Tensor, *rest: Any) -> Tensor:
     return x.new_empty((x.shape[0], weight.shape[0]), dtype=rest[-1])
 
 
-implement("scaled_linear", _check, _reference, _fake)
+def gated_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """silu(gate) * up in 8-bit floats, x `[M, 2 * K]` being gate and up side by side: numbers
+    float8_e4m3fn `[M, K]` and float32 scales `[M]`, as `reference_scaled.quantize_rows` has them.
+
+    One kernel, as the compiler's two read x twice (10 us a layer of 8B at 256 rows). Raises
+    ValueError for other shapes or dtypes."""
+    out: tuple[Tensor, Tensor] = _gated_rows(x)
+    return out
+
+
+def _check_gated(x: Tensor) -> None:
+    ok = x.ndim == 2 and x.is_floating_point() and x.shape[1] % 2 == 0 and x.shape[1] > 0
+    expect(ok, "x", "floats [M, 2 * K]", f"{x.dtype} {list(x.shape)}")
+
+
+def _fake_gated(x: Tensor) -> tuple[Tensor, Tensor]:
+    rows, columns = x.shape
+    scale = x.new_empty((rows,), dtype=torch.float32)
+    return x.new_empty((rows, columns // 2), dtype=E4M3), scale
+
+
+implement("scaled_linear", _check, reference_scaled.scaled_linear, _fake)
+implement("gated_rows", _check_gated, reference_scaled.gated_rows, _fake_gated)
