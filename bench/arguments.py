@@ -28,13 +28,14 @@ def add_weights(parser: argparse.ArgumentParser) -> None:
     """Add `--weights`, as the engine's setting."""
     parser.add_argument(
         "--weights", choices=get_args(Numbers), default="model",
-        help="of the target's layers; rows of fp8 go to the folder fp8 in that of --out",
+        help="as the engine's setting; rows of 8-bit ones go to folders of that name in --out",
     )  # fmt: skip
 
 
 def numbers_of(args: argparse.Namespace) -> str:
-    """The field `weights` of the rows of a run: "fp8", or the dtype, "bf16" for short."""
-    return "fp8" if args.weights == "fp8" else short(args.dtype)
+    """The field `weights` of the rows of a run: "fp8", "fp8-draft", or the dtype, "bf16" for
+    short."""
+    return short(args.dtype) if args.weights == "model" else str(args.weights)
 
 
 def short(dtype: str) -> str:
@@ -43,9 +44,9 @@ def short(dtype: str) -> str:
 
 
 def folder_of(out: Path, weights: str) -> Path:
-    """Where rows go: those of fp8 weights have files of their own, so that nobody who reads the
+    """Where rows go: those of 8-bit weights have files of their own, so that nobody who reads the
     others' takes them for one."""
-    return out / "fp8" if weights == "fp8" else out
+    return out / weights if weights.startswith("fp8") else out
 
 
 def parsed(

@@ -95,7 +95,6 @@ def loops(name: str, args: argparse.Namespace, attempts: Attempts) -> None:
         max_concurrency=most,
         prefix_cache=False,
         compile_prefill=None if args.compile_prefill else False,
-        weights=args.weights,
     )
     trace = Trace(*draws(args, args.traces[0], 0), args.device)
     engine = SwitchedEngine(models.target, models.drafter, models.predictor, slots, trace)

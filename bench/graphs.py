@@ -54,7 +54,9 @@ class Floor:
     def milliseconds(self, rows: int, requests: int, context: int) -> float:
         """The longer of reading the weights and multiplying, and then reading the context."""
         read = (self.weights - self.fp8) * self.itemsize + self.fp8
-        products = max(read / BYTES_PER_S, 2 * self.weights * rows / FLOPS_PER_S)
+        # Products of 8-bit numbers run at twice the rate.
+        flops = 2 * rows * (self.weights - self.fp8 / 2)
+        products = max(read / BYTES_PER_S, flops / FLOPS_PER_S)
         cache = requests * context * self.kv * self.itemsize / BYTES_PER_S
         return 1e3 * (products + cache)
 
@@ -67,9 +69,11 @@ def verify_floor(shape: Shape, itemsize: int, weights: str = "bf16") -> Floor:
     return replace(floor, fp8=layers) if weights == "fp8" else floor
 
 
-def decide_floor(shape: Shape, itemsize: int) -> Floor:
-    """Of the drafter's layers and the LM head; the predictor does not count."""
-    return _floor(shape, shape.draft_layers, itemsize)
+def decide_floor(shape: Shape, itemsize: int, weights: str = "bf16") -> Floor:
+    """Of the drafter's layers and the LM head, in one byte a number where `weights` is an 8-bit
+    one; the predictor does not count."""
+    floor = _floor(shape, shape.draft_layers, itemsize)
+    return replace(floor, fp8=floor.weights) if weights.startswith("fp8") else floor
 
 
 def _floor(shape: Shape, layers: int, itemsize: int) -> Floor:
@@ -107,7 +111,7 @@ def measured(
 def floors_of(shape: Shape, itemsize: int, weights: str = "bf16") -> dict[str, Floor]:
     """By the names of the graphs."""
     verify = verify_floor(shape, itemsize, weights)
-    return {"verify": verify, "decide": decide_floor(shape, itemsize)}
+    return {"verify": verify, "decide": decide_floor(shape, itemsize, weights)}
 
 
 def row_of(

@@ -13,6 +13,7 @@ from dscale.compiled.drafter import Drafter, DrafterConfig
 from dscale.compiled.predictor import Predictor, PredictorConfig
 from dscale.compiled.target import Target, TargetConfig
 from dscale.config import Numbers
+from dscale.stages import quantized
 
 _STD = 0.02
 _EPS = 1e-6
@@ -83,7 +84,7 @@ def build(
     weights: Numbers = "model",
 ) -> Models:
     """Random models of a shape: normal weights of standard deviation 0.02, norms of ones.
-    `weights` "fp8": the target's layers quantized, as the engine's setting has them."""
+    `weights`: as the engine's setting has them."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def normal(*size: int) -> Tensor:
@@ -119,8 +120,6 @@ def build(
         inv_freq=inv_freq,
         taps=s.tapped,
     )
-    if weights == "fp8":
-        target.quantize()
     with torch.device(device):
         drafter = Drafter(_drafter_config(s), inv_freq, dtype=dtype)
         predictor = Predictor(PredictorConfig(hidden_size=s.hidden, block_size=VERIFY_TILE))
@@ -132,7 +131,9 @@ def build(
                 parameter.normal_(0, _STD, generator=generator)
         predictor.projection.normal_(0, s.hidden**-0.5, generator=generator)
         predictor.last.weight.normal_(0, _STD, generator=generator)
-    return Models(shape, target.eval(), drafter.eval(), predictor.requires_grad_(False).eval())
+    used = quantized(target, drafter, weights)
+    assert used is not None
+    return Models(shape, target.eval(), used.eval(), predictor.requires_grad_(False).eval())
 
 
 def _target_config(s: Shape) -> TargetConfig:

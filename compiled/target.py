@@ -130,12 +130,10 @@ class Target(nn.Module):
                 assert isinstance(own, Layer)
                 own.quantize()
 
-    def check(self, weights: str) -> None:
-        """Raise ValueError unless `weights`, "model" or "fp8", says how the projections are
-        used."""
-        fits = "fp8" if any(own.scales for own in self.layers) else "model"
-        if weights != fits:
-            raise ValueError(f"weights: expected {fits!r} for this target, got {weights!r}")
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the layers read copies in 8-bit floats."""
+        return any(own.quantized for own in self.layers)
 
     @property
     def group(self) -> int:

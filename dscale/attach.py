@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from dscale.compiled.drafter import Drafter
+from dscale.compiled.drafter import Drafter, DrafterConfig
 from dscale.compiled.packed import check_packable
 from dscale.compiled.quantized import check_quantizable
 from dscale.compiled.target import TargetConfig
@@ -79,10 +79,6 @@ def attach(
     shape = target_config(model)
     if pack_weights:
         check_packable(model.device, model.dtype)
-    if weights == "fp8":
-        heads, kv_heads = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-        sizes = (shape.hidden_size, shape.intermediate_size, heads, kv_heads)
-        check_quantizable(model.device, model.dtype, sizes)
     if capture and model.device.type == "cpu":
         raise ValueError("capture: expected None or False for a model on the CPU, got True")
     if compile_prefill and model.device.type == "cpu":
@@ -90,10 +86,19 @@ def attach(
             "compile_prefill: expected None or False for a model on the CPU, got True"
         )
     loaded = None if drafter is None else drafter_for(model, drafter, shape)
+    if weights != "model":
+        drafts = () if loaded is None else (shape.vocab_size, *sizes_of(loaded.config))
+        check_quantizable(model.device, model.dtype, (*sizes_of(shape), *drafts))
     scores = None
     if predictor is not None and loaded is not None:
         scores = load_predictor(predictor, loaded.config, loaded.fingerprint, model.device)
     return Attachment(model, loaded, scores, config)
+
+
+def sizes_of(shape: TargetConfig | DrafterConfig) -> tuple[int, ...]:
+    """Sizes of the projections of its layers."""
+    heads, kv_heads = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    return shape.hidden_size, shape.intermediate_size, heads, kv_heads
 
 
 def drafter_for(

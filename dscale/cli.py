@@ -47,7 +47,11 @@ PredictorOption = Annotated[
     typer.Option(help="a folder; the demo model's drafter has its own, 'none' for none"),
 ]
 WeightsOption = Annotated[
-    str, typer.Option(help="fp8: the layers' in 8-bit floats; other answers than the model's")
+    str,
+    typer.Option(
+        help="fp8-draft: 8-bit floats for drafts; fp8: for the model's layers, too, which changes "
+        "its answers"
+    ),
 ]
 DtypeOption = Annotated[str | None, typer.Option(help="default: bfloat16 on a GPU, else float32")]
 NewTokens = Annotated[int, typer.Option(min=1, help="tokens to generate at most")]
@@ -158,7 +162,8 @@ def bench(
     for name in ("generate()", "ar", "default"):
         used = drafter if name == "default" else "none"
         how = (model, used, None, None, dtype)
-        with attached(*how, weights=weights) as (loaded, tokenizer, spec):
+        kept = "model" if used == "none" and weights == "fp8-draft" else weights
+        with attached(*how, weights=kept) as (loaded, tokenizer, spec):
             name = spec.engine.config.mode if name == "default" else name
             if name == "generate()":
                 spec.detach()
@@ -213,7 +218,8 @@ def attached(
         loaded, tokenizer = load(model, found)
         rows: Any = int(budget) if budget is not None and budget.isdecimal() else budget
         options |= pair(model, drafter, predictor, mode, rows)
-        options["pack_weights"] = options.get("weights") != "fp8" and packs(model, loaded)
+        plain = options.get("weights", "model") == "model"
+        options["pack_weights"] = plain and packs(model, loaded)
         spec = dscale.attach(loaded, **options)
     with spec:
         yield loaded, tokenizer, spec

@@ -19,6 +19,7 @@ from dscale.load import build_target, unfuse
 from dscale.loop import Call, Loop, Preparation
 from dscale.request import Request
 from dscale.sampling import KNOWN
+from dscale.stages import quantized
 from dscale.stats import Stats
 from dscale.weights import Weights
 
@@ -40,12 +41,11 @@ class Attachment:
             target.pack()
             if drafter is not None:
                 drafter.pack()
-        if config.weights == "fp8":
-            target.quantize()
+        drafter = quantized(target, drafter, config.weights)
         self.engine = Engine(target, drafter, config, predictor, self._request)
         self.stats: Stats = self.engine.stats
         # A copy of them would not change with them.
-        self._copied = config.pack_weights or config.weights == "fp8"
+        self._copied = config.pack_weights or config.weights != "model"
         self._weights = _weights(model, self._copied)
         self._written = Weights(target) if self._copied else None
         if self._written is not None:
@@ -138,7 +138,8 @@ class Attachment:
         if same and self._written is not None and not self._written.same():
             self._weights, same = [], False  # for good: the copies stay as they are
         if not same:
-            setting = "pack_weights" if self.engine.config.pack_weights else "weights='fp8'"
+            config = self.engine.config
+            setting = "pack_weights" if config.pack_weights else f"weights={config.weights!r}"
             which = "moved or replaced" + (
                 f" or, with {setting}, written to" if self._copied else ""
             )

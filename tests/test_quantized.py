@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import dscale
 from dscale.compiled.drafter import Drafter
+from dscale.compiled.kv import KVPool
 from dscale.compiled.layer import PROJECTIONS
 from dscale.compiled.quantized import check_quantizable, quantize
 from dscale.config import EngineConfig
@@ -72,6 +73,39 @@ def test_logits_are_those_of_the_rounded_model(family: str) -> None:
     apart = (out.logits[0][0] - want).norm() / (want - exact).norm()
     assert apart < 0.3
     assert (want - exact).norm() < 0.2 * exact.norm()
+
+
+@pytest.mark.parametrize("budget", [None, 4])
+def test_eight_bit_drafts_change_no_answer(budget: Any, drafter: Drafter) -> None:
+    model = tiny_model()
+    want = plain(tiny_model(), IDS, max_new_tokens=NEW)
+    with dscale.attach(model, drafter, budget=budget, weights="fp8-draft") as spec:
+        assert torch.equal(model.generate(IDS, max_new_tokens=NEW), want)
+        used, target = spec.engine.drafter, spec.engine.target
+        assert used is not None
+        assert not target.is_quantized
+        assert set(used.weights(0).scales) == set(PROJECTIONS)
+    # The drafter itself may serve others, in its own dtype.
+    assert drafter.head is drafter.context is None
+    assert not drafter.weights(0).quantized
+    assert used.weights(0).down is drafter.weights(0).down
+
+
+def test_eight_bit_drafts_are_nearly_the_same(drafter: Drafter) -> None:
+    target = build_target(tiny_model(), drafter.config.taps)
+    made = drafter.quantized(target.head)
+    hidden = torch.randn(12, 32, generator=torch.Generator().manual_seed(0))
+    taps = torch.randn(12, 64, generator=torch.Generator().manual_seed(1))
+    logits = [each.logits(hidden, target) for each in (drafter, made)]
+    written, heads = [], (drafter.config.num_kv_heads, drafter.config.head_dim)
+    for each in (drafter, made):
+        pool = KVPool(1, 2, *heads, torch.float32, torch.device("cpu"))
+        at = torch.arange(12)
+        each.write_context(taps, at, at + 128, pool)
+        written.append(torch.cat([buffer.flatten() for buffer in pool.buffers()]))
+    for exact, ours in (logits, written):
+        apart = (ours - exact).norm() / exact.norm()
+        assert 1e-4 < apart < 0.06
 
 
 @pytest.mark.parametrize("budget", [None, 4])
@@ -137,10 +171,14 @@ def test_refusals(drafter: Drafter) -> None:
         dscale.attach(model, drafter, weights="fp8", pack_weights=True)
     assert "generate" not in vars(model)
     target = build_target(tiny_model())
-    with pytest.raises(ValueError, match="weights: expected 'model' for this target, got 'fp8'"):
+    with pytest.raises(ValueError, match=r"weights: expected .* made for 'fp8'"):
         Engine(target, None, EngineConfig(mode="ar", weights="fp8"))
+    with pytest.raises(ValueError, match=r"weights: expected .* made for 'fp8-draft'"):
+        Engine(target, drafter, EngineConfig(weights="fp8-draft"))
+    with pytest.raises(ValueError, match=r"weights: expected .* made for 'model'"):
+        Engine(target, drafter.quantized(target.head), EngineConfig())
     target.quantize()
-    with pytest.raises(ValueError, match="weights: expected 'fp8' for this target, got 'model'"):
+    with pytest.raises(ValueError, match=r"weights: expected .* made for 'model'"):
         Engine(target, None, EngineConfig(mode="ar"))
 
 
@@ -166,6 +204,24 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
         check_quantizable(torch.device("cuda:0"), torch.float32)
     with pytest.raises(ValueError, match=r"^weights: .* of 40 numbers"):
         check_quantizable(torch.device("cuda:0"), bf16, (32, 40))
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize(("mode", "budget"), [("dflash", None), ("dscale", "half")])
+def test_captured_eight_bit_drafts(mode: Any, budget: Any, tmp_path: Path) -> None:
+    """Answers in bfloat16 may differ where a pass has other rows; here drafts alone differ."""
+    torch._dynamo.reset()
+    pair = Pair(tmp_path, "cuda")
+    pair.model = pair.model.bfloat16()
+    pair.drafter = tiny_drafter(tmp_path / "bf16", pair.model, dflash_config=INNER)
+    settings: dict[str, Any] = {"max_new_tokens": 30, "pad_token_id": 0}
+    answers = []
+    for weights in ("model", "fp8-draft"):
+        with pair.attach(mode=mode, budget=budget, capture=True, weights=weights) as spec:
+            answers.append(pair.got(5, **settings))
+            assert spec.stats.uncaptured_steps == 0
+    assert (answers[0] == answers[1]).float().mean() > 0.8
 
 
 @pytest.mark.gpu
