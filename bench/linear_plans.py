@@ -4,7 +4,8 @@
 table that the products read, kernels/tuned/linear.json, beside the library's time for each.
 Weights are read from memory, not from the L2 cache: copies take turns. Times are of a product
 and a small kernel before it, as a layer has them: our products start while that one ends.
-`--dtype float8_e4m3fn` does so for weights and rows of 8-bit floats, as `weights="fp8"` has them.
+`--dtype float8_e4m3fn` does so for weights and rows of 8-bit floats, as `weights="fp8"` has them,
+`--heads` for LM heads alone.
 `--again` measures the table's tiles once more, not all of them. `TRITON_INTERPRET=1 python -m
 bench.linear_plans --tiny --out FILE` goes through it at toy size on a CPU.
 """
@@ -31,13 +32,13 @@ from bench.graphs import BYTES_PER_S
 from bench.result_files import ResultFile
 from bench.rows import environment
 from bench.shapes import SHAPES, Shape
-from dscale.compiled.packed import turns
+from dscale.compiled.packed import MAX_TILES, turns
 from dscale.kernels import ops
 from dscale.kernels.linear_plans import FILE, Plan, device_kind
 
 KEYS = ("capability", "processors", "dtype", "columns", "inner", "rows")
 CASE = ("rows", "columns", "inner")
-ROWS = (16, 64, 128, 256)
+ROWS = (16, 64, 128, 256, 512)
 PARTS = (1, 2, 3, 4, 6, 8)
 DEPTHS = {"bfloat16": (64, 128), "float8_e4m3fn": (128, 256)}
 SHARED = (110 * 1024, 222 * 1024)
@@ -66,14 +67,15 @@ def weights_of(shape: Shape) -> dict[str, tuple[int, int]]:
 def candidates(rows: int, columns: int, inner: int, dtype: str = "bfloat16") -> Iterator[Plan]:
     """Tiles worth a try: as deep a pipeline as one or two programs a multiprocessor allow."""
     size = getattr(torch, dtype).itemsize
-    heights = {16: (16, 64), 64: (64,), 128: (64, 128), 256: (128, 256)}[rows]
+    heights = {16: (16, 64), 64: (64,), 128: (64, 128)}.get(rows, (128, 256))
     for height, width, depth, parts, shared in product(
         heights, (32, 64, 128, 256), DEPTHS[dtype], PARTS, SHARED
     ):
         stages = min(shared // (size * depth * (height + width)), 8)
         tiles = -(-rows // height) * -(-columns // width)
         too_small = tiles * parts < 48 or parts * depth * 4 > inner
-        if stages < 3 or height * width > 2**15 or too_small or tiles * parts > 1600:
+        most = MAX_TILES if parts == 1 and columns > 2**16 else 1600  # an LM head has many
+        if stages < 3 or height * width > 2**15 or too_small or tiles * parts > most:
             continue
         if size == 1 and height < width == 32:
             continue  # few rows stand on the right there, and the left takes 64
@@ -233,7 +235,11 @@ def main() -> None:
     cases = [
         (rows, columns, inner)
         for name in args.models
-        for columns, inner in weights_of(SHAPES[name]).values()
+        for columns, inner in (
+            [(SHAPES[name].vocab, SHAPES[name].hidden)]
+            if args.heads
+            else weights_of(SHAPES[name]).values()
+        )
         for rows in args.rows
     ]
     plans = {case: list(candidates(*case, args.dtype)) for case in cases}
@@ -260,8 +266,9 @@ def main() -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", choices=list(SHAPES), default=["8b", "4b"])
-    parser.add_argument("--rows", nargs="+", type=int, choices=ROWS, default=list(ROWS))
+    parser.add_argument("--rows", nargs="+", type=int, choices=ROWS, default=list(ROWS[:4]))
     parser.add_argument("--dtype", choices=list(DEPTHS), default="bfloat16")
+    parser.add_argument("--heads", action="store_true", help="LM heads, not the layers' weights")
     parser.add_argument("--again", action="store_true", help="the tiles of the table alone")
     parser.add_argument("--tiny", action="store_true", help="toy size, on a CPU")
     parser.add_argument("--out", type=Path, default=FILE)
