@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 from bench.rows import RESULTS
 from bench.shapes import SHAPES
+from dscale.config import Numbers
 
 
 def shape_parser(description: str | None) -> argparse.ArgumentParser:
@@ -21,6 +22,31 @@ def shape_parser(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--commit")
     return parser
+
+
+def add_weights(parser: argparse.ArgumentParser) -> None:
+    """Add `--weights`, as the engine's setting."""
+    parser.add_argument(
+        "--weights", choices=get_args(Numbers), default="model",
+        help="as the engine's setting; rows of 8-bit ones go to folders of that name in --out",
+    )  # fmt: skip
+
+
+def numbers_of(args: argparse.Namespace) -> str:
+    """The field `weights` of the rows of a run: "fp8", "fp8-draft", or the dtype, "bf16" for
+    short."""
+    return short(args.dtype) if args.weights == "model" else str(args.weights)
+
+
+def short(dtype: str) -> str:
+    """A dtype's name in the field `weights`."""
+    return "bf16" if dtype == "bfloat16" else dtype
+
+
+def folder_of(out: Path, weights: str) -> Path:
+    """Where rows go: those of 8-bit weights have files of their own, so that nobody who reads the
+    others' takes them for one."""
+    return out / weights if weights.startswith("fp8") else out
 
 
 def parsed(

@@ -22,6 +22,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from bench.aggregate import LOOP_FIELDS, LOOP_KEYS, Row, read_rows
+from bench.arguments import add_weights, folder_of, numbers_of
 from bench.attempts import Attempts
 from bench.client import closed_loop, figures
 from bench.loop_cells import CONCURRENCIES, Cell, all_cases, grid
@@ -81,6 +82,7 @@ def loops(name: str, args: argparse.Namespace, attempts: Attempts) -> None:
     """Measure all cells of a model, and the times that a replay needs."""
     shape, most = SHAPES[name], max(args.concurrency)
     base = environment(args.commit) | {"model": shape.name, "dtype": args.dtype}
+    base |= {"weights": numbers_of(args)}
     looped = {"acceptance": "simulated", "source": "measured", "prefix_cache": False}
     looped |= {"compile_prefill": args.compile_prefill}
     results = ResultFile(args.out / "closed_loop.json", LOOP_KEYS, base | looped)
@@ -88,7 +90,7 @@ def loops(name: str, args: argparse.Namespace, attempts: Attempts) -> None:
         ResultFile(args.out / "bucket_times.json", STEP_KEYS, base),
         ResultFile(args.out / "prefill.json", PREFILL_KEYS, base),
     )
-    models = build(shape, args.device, getattr(torch, args.dtype))
+    models = build(shape, args.device, getattr(torch, args.dtype), weights=args.weights)
     slots = EngineConfig(
         max_concurrency=most,
         prefix_cache=False,
@@ -214,9 +216,9 @@ def replay(model: str, cell: Cell, trace: str, args: argparse.Namespace) -> Row:
     late = not origin["gpu"].startswith("none")
     loop = Replay(case, times, *drawn, late=late, padded=late)
     served = loop.run(requests_of(cell, 2)[cell.warmup :], cell.concurrency)
-    kept = ("gpu", "torch", "triton", "transformers", "commit", "date", "dtype")
+    kept = ("gpu", "torch", "triton", "transformers", "commit", "date", "dtype", "weights")
     return (
-        {name: origin[name] for name in kept}
+        {name: origin[name] for name in kept if name in origin}
         | {"model": model, "acceptance": "simulated", "source": "replayed", "trace": trace}
         | row_of(cell)
         | {"prefix_cache": False}
@@ -252,6 +254,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--seconds", type=float, default=1e9,
         help="start no loop of a model so long after its first one; compiling comes on top",
     )  # fmt: skip
+    add_weights(parser)
     parser.add_argument("--tiny", action="store_true", help="toy size, on a CPU")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--commit")
@@ -264,6 +267,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         args.sweep, args.replays, args.replayed_requests = [2, 3], 2, 12
     elif "loops" in args.parts and not torch.cuda.is_available():
         parser.error("loops need a CUDA device; --tiny runs everything at toy size on a CPU")
+    args.out = folder_of(args.out, args.weights)
     args.device = torch.device("cpu" if args.tiny else "cuda:0")
     args.dtype = "float32" if args.tiny else "bfloat16"
     args.traces = args.traces if args.recorded is None else [RECORDED]

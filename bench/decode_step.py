@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from bench.arguments import add_weights, folder_of, numbers_of
 from bench.attempts import Attempts
 from bench.rows import RESULTS, environment
 from bench.shapes import SHAPES
@@ -27,6 +28,7 @@ from bench.step_cases import CASES
 def main() -> None:
     args = parse()
     base = environment(args.commit) | {"acceptance": "simulated", "dtype": args.dtype}
+    base |= {"weights": numbers_of(args)}
     args.out.mkdir(parents=True, exist_ok=True)
     attempts = Attempts(most=math.inf)
     with torch.no_grad():
@@ -56,6 +58,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--ragged-requests", type=int, default=500)
     parser.add_argument("--repeats", type=int, default=20, help="steps a time is the median of")
+    add_weights(parser)
     parser.add_argument("--tiny", action="store_true", help="toy size, on a CPU")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--commit", default=None)
@@ -66,6 +69,7 @@ def parse() -> argparse.Namespace:
         args.round_requests, args.traces = 4, args.traces[:1]
     elif not torch.cuda.is_available():
         parser.error("needs a CUDA device; --tiny runs everything at toy size on a CPU")
+    args.out = folder_of(args.out, args.weights)
     args.device = torch.device("cpu" if args.tiny else "cuda:0")
     args.dtype = "float32" if args.tiny else "bfloat16"
     return args

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import gc
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 from tqdm import tqdm
 
 from bench.aggregate import read_rows
-from bench.arguments import shape_parser
+from bench.arguments import add_weights, folder_of, numbers_of, shape_parser, short
 from bench.result_files import ResultFile
 from bench.rows import environment, machine
 from bench.shapes import SHAPES, Models, Shape, build
@@ -43,29 +43,37 @@ DECIDED = ("dscale-half", "dflash")
 @dataclass(frozen=True, slots=True)
 class Floor:
     """What a pass must read and multiply. `weights`: numbers in its products, each read once;
-    `kv`: numbers of keys and values per token of context; `itemsize`: bytes of a number."""
+    `kv`: numbers of keys and values per token of context; `itemsize`: bytes of a number; `fp8`:
+    how many of the weights are read in one byte each."""
 
     weights: int
     kv: int
     itemsize: int
+    fp8: int = 0
 
     def milliseconds(self, rows: int, requests: int, context: int) -> float:
         """The longer of reading the weights and multiplying, and then reading the context."""
-        products = max(
-            self.weights * self.itemsize / BYTES_PER_S, 2 * self.weights * rows / FLOPS_PER_S
-        )
+        read = (self.weights - self.fp8) * self.itemsize + self.fp8
+        # Products of 8-bit numbers run at twice the rate.
+        flops = 2 * rows * (self.weights - self.fp8 / 2)
+        products = max(read / BYTES_PER_S, flops / FLOPS_PER_S)
         cache = requests * context * self.kv * self.itemsize / BYTES_PER_S
         return 1e3 * (products + cache)
 
 
-def verify_floor(shape: Shape, itemsize: int) -> Floor:
-    """Of the target: its layers and the LM head. The draft cache's projections do not count."""
-    return _floor(shape, shape.layers, itemsize)
+def verify_floor(shape: Shape, itemsize: int, weights: str = "bf16") -> Floor:
+    """Of the target: its layers, in one byte a number where `weights` is "fp8", and the LM head.
+    The draft cache's projections do not count."""
+    floor = _floor(shape, shape.layers, itemsize)
+    layers = floor.weights - shape.vocab * shape.hidden
+    return replace(floor, fp8=layers) if weights == "fp8" else floor
 
 
-def decide_floor(shape: Shape, itemsize: int) -> Floor:
-    """Of the drafter's layers and the LM head; the predictor does not count."""
-    return _floor(shape, shape.draft_layers, itemsize)
+def decide_floor(shape: Shape, itemsize: int, weights: str = "bf16") -> Floor:
+    """Of the drafter's layers and the LM head, in one byte a number where `weights` is an 8-bit
+    one; the predictor does not count."""
+    floor = _floor(shape, shape.draft_layers, itemsize)
+    return replace(floor, fp8=floor.weights) if weights.startswith("fp8") else floor
 
 
 def _floor(shape: Shape, layers: int, itemsize: int) -> Floor:
@@ -76,12 +84,16 @@ def _floor(shape: Shape, layers: int, itemsize: int) -> Floor:
 
 
 def measured(
-    models: Models, requests: Sequence[int], contexts: Sequence[int], repeats: int
+    models: Models,
+    requests: Sequence[int],
+    contexts: Sequence[int],
+    repeats: int,
+    weights: str = "bf16",
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """("verify" or "decide", row) of every mode, number of requests and context."""
     trace = Trace(*draw(SETTINGS["paper"], 64, max(requests) + 1), models.target.norm.device)
     rig = make_rig(models, trace, max(requests), max(contexts) + room_for(0))
-    floors = floors_of(models.shape, models.target.norm.element_size())
+    floors = floors_of(models.shape, models.target.norm.element_size(), weights)
     for name in dict.fromkeys((*VERIFIED, *DECIDED)):
         case = CASES[name]
         for lanes in sorted(requests, reverse=True):
@@ -96,9 +108,10 @@ def measured(
                         yield graph, {k: case.fields[k] for k in FIELDS} | row
 
 
-def floors_of(shape: Shape, itemsize: int) -> dict[str, Floor]:
+def floors_of(shape: Shape, itemsize: int, weights: str = "bf16") -> dict[str, Floor]:
     """By the names of the graphs."""
-    return {"verify": verify_floor(shape, itemsize), "decide": decide_floor(shape, itemsize)}
+    verify = verify_floor(shape, itemsize, weights)
+    return {"verify": verify, "decide": decide_floor(shape, itemsize, weights)}
 
 
 def row_of(
@@ -130,8 +143,9 @@ def from_steps(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         shapes = [shape for shape in SHAPES.values() if shape.name == step["model"]]
         if step["sampling"] != "greedy" or not shapes or any(k not in step for k in needed):
             continue  # profiled alone, or of other models
-        floors = floors_of(shapes[0], getattr(torch, step["dtype"]).itemsize)
-        about = {k: step[k] for k in (*ENVIRONMENT, *FIELDS)}
+        weights = step.get("weights") or short(step["dtype"])
+        floors = floors_of(shapes[0], getattr(torch, step["dtype"]).itemsize, weights)
+        about = {k: step[k] for k in (*ENVIRONMENT, *FIELDS)} | {"weights": weights}
         for graph, modes in (("verify", VERIFIED), ("decide", DECIDED)):
             if step["mode"] not in {CASES[name].mode for name in modes}:
                 continue
@@ -146,19 +160,23 @@ def from_steps(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 def main() -> None:
     args = parse()
     if args.from_steps is not None:
-        files = files_of(args.out, {})
+        folders: dict[Path, dict[str, ResultFile]] = {}
         for graph, row in from_steps(args.from_steps):
+            folder = folder_of(args.out, row["weights"])
+            files = folders.setdefault(folder, files_of(folder, {}))
             files[graph].put(row)
-        print({name: len(file.rows) for name, file in files.items()})
+        for folder, files in folders.items():
+            print(folder, {name: len(file.rows) for name, file in files.items()})
         return
     device, dtype = machine(args.tiny)
-    base = environment(args.commit, dtype)
+    base = environment(args.commit, dtype) | {"weights": numbers_of(args)}
     with torch.no_grad():
         for name in args.models:
-            models = build(SHAPES[name], device, dtype)
+            models = build(SHAPES[name], device, dtype, weights=args.weights)
             here = base | {"model": models.shape.name}
             files = files_of(args.out, here)
-            rows = measured(models, args.requests, args.contexts, args.repeats)
+            sizes = (args.requests, args.contexts, args.repeats)
+            rows = measured(models, *sizes, weights=base["weights"])
             for graph, row in tqdm(rows, desc=models.shape.name, unit="row"):
                 files[graph].put(row)
                 names = ("mode", "requests", "rows", "context", f"{graph}_ms", "floor_ms")
@@ -182,7 +200,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--contexts", nargs="+", type=int, default=[1000])
     parser.add_argument("--repeats", type=int, default=20, help="steps a time is the median of")
     parser.add_argument("--from-steps", type=Path, help="decode_step.json: measure nothing anew")
+    add_weights(parser)
     args = parser.parse_args(arguments)
+    args.dtype = "float32" if args.tiny else "bfloat16"
+    if args.from_steps is None:
+        args.out = folder_of(args.out, args.weights)
     if args.tiny:
         args.models, args.requests, args.contexts, args.repeats = ["tiny"], [2, 3], [40], 2
     elif args.from_steps is None and not torch.cuda.is_available():

@@ -12,6 +12,8 @@ from dscale.compiled.attention import VERIFY_TILE
 from dscale.compiled.drafter import Drafter, DrafterConfig
 from dscale.compiled.predictor import Predictor, PredictorConfig
 from dscale.compiled.target import Target, TargetConfig
+from dscale.config import Numbers
+from dscale.stages import quantized
 
 _STD = 0.02
 _EPS = 1e-6
@@ -74,8 +76,15 @@ class Models:
         return sum(sizes.values())
 
 
-def build(shape: Shape, device: torch.device, dtype: torch.dtype, seed: int = 0) -> Models:
-    """Random models of a shape: normal weights of standard deviation 0.02, norms of ones."""
+def build(
+    shape: Shape,
+    device: torch.device,
+    dtype: torch.dtype,
+    seed: int = 0,
+    weights: Numbers = "model",
+) -> Models:
+    """Random models of a shape: normal weights of standard deviation 0.02, norms of ones.
+    `weights`: as the engine's setting has them."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def normal(*size: int) -> Tensor:
@@ -122,7 +131,9 @@ def build(shape: Shape, device: torch.device, dtype: torch.dtype, seed: int = 0)
                 parameter.normal_(0, _STD, generator=generator)
         predictor.projection.normal_(0, s.hidden**-0.5, generator=generator)
         predictor.last.weight.normal_(0, _STD, generator=generator)
-    return Models(shape, target.eval(), drafter.eval(), predictor.requires_grad_(False).eval())
+    used = quantized(target, drafter, weights)
+    assert used is not None
+    return Models(shape, target.eval(), used.eval(), predictor.requires_grad_(False).eval())
 
 
 def _target_config(s: Shape) -> TargetConfig:

@@ -88,7 +88,8 @@ class Bench:
 
     def build(self, shape: Shape, spare: int = 1) -> Rig:
         """Random models of a shape and a rig for them, with the first trace."""
-        models = build(shape, self.args.device, getattr(torch, self.args.dtype))
+        dtype = getattr(torch, self.args.dtype)
+        models = build(shape, self.args.device, dtype, weights=self.args.weights)
         trace = Trace(*self.traces[self.args.traces[0]], self.args.device)
         tokens = max(self.args.contexts) + room_for(self.args.new_tokens)
         return make_rig(models, trace, self.lanes, tokens, spare)

@@ -10,6 +10,7 @@ Shapes: N lanes, B block size, R rows, D hidden, H query heads, K KV heads, E he
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +23,8 @@ from dscale.compiled.attention import Rows, Tile, view
 from dscale.compiled.kv import KVPool, Paging, write
 from dscale.compiled.layer import PROJECTIONS, Shared, Weights, form_of, layer
 from dscale.compiled.layers import add, rotary_table
-from dscale.compiled.packed import is_split, pack
+from dscale.compiled.packed import is_split, linear, pack
+from dscale.compiled.quantized import quantize
 from dscale.compiled.target import Target
 from dscale.kernels.reference_heads import rms_norm, rotate
 
@@ -68,6 +70,8 @@ class DrafterLayer(nn.Module):
     def __init__(self, config: DrafterConfig, dtype: torch.dtype) -> None:
         super().__init__()
         self.aids: dict[str, Tensor] = {}
+        self.quantized: dict[str, Tensor] = {}
+        self.scales: dict[str, Tensor] = {}
         c, hidden = config, config.hidden_size
         self.input_norm, self.post_norm = empty(hidden, dtype=dtype), empty(hidden, dtype=dtype)
         self.q_norm, self.k_norm = empty(c.head_dim, dtype=dtype), empty(c.head_dim, dtype=dtype)
@@ -103,6 +107,8 @@ class Drafter(nn.Module):
         self.config = config
         self.fingerprint = None
         self.turn: Tensor | None = None
+        self.head: tuple[Tensor, Tensor] | None = None
+        self.context: tuple[Tensor, Tensor] | None = None
         self.fc = empty(c.hidden_size, len(c.taps) * c.hidden_size, dtype=dtype)
         self.hidden_norm = empty(c.hidden_size, dtype=dtype)
         projected = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
@@ -151,11 +157,40 @@ class Drafter(nn.Module):
     def layer_weights(self, index: int) -> Weights:
         """The tensors of layer `index`, its query, key and value projection among them."""
         own = self.weights(index)
+        q = {"qkv": self.qkv[index], "o": own.o, "gate_up": own.gate_up, "down": own.down}
+        q |= own.quantized
         return Weights(
-            own.input_norm, self.qkv[index], None, own.q_norm, own.k_norm, own.o, None,
-            own.post_norm, own.gate_up, None, own.down, None,
+            own.input_norm, q["qkv"], None, own.q_norm, own.k_norm, q["o"], None,
+            own.post_norm, q["gate_up"], None, q["down"], None,
             *(own.aids.get(name) for name in PROJECTIONS),
+            *(own.scales.get(name) for name in PROJECTIONS),
         )  # fmt: skip
+
+    def logits(self, hidden_RD: Tensor, target: Target) -> Tensor:
+        """Logits `[R, V]` of drafted rows: the target's LM head, or the 8-bit copy of it."""
+        if self.head is None:
+            return target.logits(hidden_RD)
+        weight, scale = self.head
+        return linear(hidden_RD, weight, None, self.turn, scale)
+
+    def quantized(self, head: Tensor) -> Drafter:
+        """A drafter over the same weights that reads copies in 8-bit floats of its layers'
+        projections and, for the logits of its drafts, of the target's LM head `[V, D]`.
+
+        `fc` stays as it is: it reads the target's residual stream, whose few huge entries would
+        leave the others of a row no digits."""
+        made = copy.copy(self)
+        made._modules, made.turn = dict(self._modules), None
+        made.layers = nn.ModuleList(map(copy.copy, self.layers))
+        with torch.no_grad():
+            for own, projections in made.projections():
+                own.aids, own.quantized, own.scales = {}, {}, {}
+                for name, weight in projections.items():
+                    own.quantized[name], own.scales[name] = quantize(weight)
+            width = self.config.num_heads * self.config.head_dim
+            made.context = quantize(self.qkv[:, width:].flatten(0, 1))
+            made.head = quantize(head)
+        return made
 
     def pack(self) -> None:
         """Keep a copy of the layers' projections in oneDNN's blocked layout (CPU only)."""
@@ -168,7 +203,7 @@ class Drafter(nn.Module):
         self.turn = turn
         for own, projections in self.projections():
             for name, weight in projections.items():
-                if is_split(weight):
+                if is_split(own.quantized.get(name, weight)):
                     own.aids[name] = turn
 
     def projections(self) -> Iterator[tuple[DrafterLayer, dict[str, Tensor]]]:
@@ -189,9 +224,15 @@ class Drafter(nn.Module):
         """
         c = self.config
         fused_RD = rms_norm(F.linear(taps_RF, self.fc), self.hidden_norm, c.rms_eps)
-        weight_TDX = self.qkv[:, c.num_heads * c.head_dim :].transpose(1, 2)
-        kv_TRX = torch.bmm(fused_RD.expand(c.num_layers, -1, -1), weight_TDX)
-        kv = kv_TRX.view(c.num_layers, -1, 2, c.num_kv_heads, c.head_dim)
+        heads = (2, c.num_kv_heads, c.head_dim)
+        if self.context is None:
+            weight_TDX = self.qkv[:, c.num_heads * c.head_dim :].transpose(1, 2)
+            kv_TRX = torch.bmm(fused_RD.expand(c.num_layers, -1, -1), weight_TDX)
+            kv = kv_TRX.view(c.num_layers, -1, *heads)
+        else:
+            weight, scale = self.context
+            kv_RX = linear(fused_RD, weight, None, self.turn, scale)
+            kv = kv_RX.view(-1, c.num_layers, *heads).transpose(0, 1)
         cos, sin = rotary_table(position_R, self.inv_freq, c.rope_scaling, fused_RD.dtype)
         for index in range(c.num_layers):
             key = rms_norm(kv[index, :, 0], self.weights(index).k_norm, c.rms_eps)

@@ -36,7 +36,7 @@ PROJECTIONS = ("qkv", "o", "gate_up", "down")
 
 class Weights(NamedTuple):
     """A layer's tensors; query, key and value are fused, so are gate and up. The last ones:
-    `packed.linear`'s aids of the projections."""
+    `packed.linear`'s aids and scales of the projections."""
 
     input_norm: Tensor
     qkv: Tensor
@@ -54,6 +54,10 @@ class Weights(NamedTuple):
     o_aid: Tensor | None = None
     gate_up_aid: Tensor | None = None
     down_aid: Tensor | None = None
+    qkv_scale: Tensor | None = None
+    o_scale: Tensor | None = None
+    gate_up_scale: Tensor | None = None
+    down_scale: Tensor | None = None
 
 
 class Shared(NamedTuple):
@@ -108,17 +112,19 @@ def run(
     rows, tile, num_rows = shared.rows, form.tile, x.shape[0]
     x = add(x, branch)
     normed = rms_norm(x, w.input_norm, eps)
-    qkv_RXE = linear(normed, w.qkv, w.qkv_bias, w.qkv_aid).view(num_rows, -1, form.head_dim)
+    qkv_RX = linear(normed, w.qkv, w.qkv_bias, w.qkv_aid, w.qkv_scale)
+    qkv_RXE = qkv_RX.view(num_rows, -1, form.head_dim)
     q_NXQE = tile_heads(
         qkv_RXE, w.q_norm, w.k_norm, shared.cos, shared.sin, rows.row_NT, rows.slot_R, *pool,
         shared=tile.heads(form.group), eps=eps,
     )  # fmt: skip
     out = attend(q_NXQE, pool, rows, shared.paging, tile, shared.seen)
-    x = add(x, linear(out, w.o, w.o_bias, w.o_aid))
+    x = add(x, linear(out, w.o, w.o_bias, w.o_aid, w.o_scale))
     normed = rms_norm(x, w.post_norm, eps)
     return x, swiglu(
-        normed, w.gate_up, w.gate_up_bias, w.down, w.down_bias, w.gate_up_aid, w.down_aid
-    )
+        normed, w.gate_up, w.gate_up_bias, w.down, w.down_bias, w.gate_up_aid, w.down_aid,
+        w.gate_up_scale, w.down_scale,
+    )  # fmt: skip
 
 
 torch.library.define(

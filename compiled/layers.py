@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dscale.compiled.packed import linear
+from dscale.compiled.quantized import gated_linear
 
 
 def rotary_table(
@@ -37,12 +38,17 @@ def swiglu(
     down_bias: Tensor | None,
     gate_up_aid: Tensor | None,
     down_aid: Tensor | None,
+    gate_up_scale: Tensor | None = None,
+    down_scale: Tensor | None = None,
 ) -> Tensor:
     """Gated feed-forward: down(silu(gate x) * up x), gate and up stacked in one weight.
 
-    `gate_up` `[2 * intermediate, D]`; the aids: see `packed.linear`.
+    `gate_up` `[2 * intermediate, D]`; aids and scales: see `packed.linear`.
     """
-    gate, up = linear(x, gate_up, gate_up_bias, gate_up_aid).chunk(2, -1)
+    both = linear(x, gate_up, gate_up_bias, gate_up_aid, gate_up_scale)
+    if down_scale is not None:
+        return gated_linear(both, down, down_scale, down_bias, down_aid)
+    gate, up = both.chunk(2, -1)
     return linear(F.silu(gate) * up, down, down_bias, down_aid)
 
 

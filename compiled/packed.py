@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dscale.compiled.capture import fixed
+from dscale.compiled.quantized import linear as quantized_linear
 from dscale.kernels import ops
 from dscale.kernels.linear_plans import plans_for
 
@@ -44,9 +45,17 @@ def is_split(weight: Tensor) -> bool:
     return any(plan is not None for plan in plans_for(weight).values())
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, aid: Tensor | None) -> Tensor:
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    aid: Tensor | None,
+    scale: Tensor | None = None,
+) -> Tensor:
     """`F.linear`. `aid`: what a faster product needs, the weight's `pack` or `turns`; None for the
-    library's."""
+    library's. `scale`: that of a weight of `quantized.quantize`, None for one in x's dtype."""
+    if scale is not None:
+        return quantized_linear(x, weight, scale, bias, aid)
     if aid is None:
         return F.linear(x, weight, bias)
     if aid.dtype == torch.int32:

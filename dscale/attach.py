@@ -11,10 +11,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from dscale.compiled.drafter import Drafter
+from dscale.compiled.drafter import Drafter, DrafterConfig
 from dscale.compiled.packed import check_packable
+from dscale.compiled.quantized import check_quantizable
 from dscale.compiled.target import TargetConfig
-from dscale.config import Budget, EngineConfig, Mode
+from dscale.config import Budget, EngineConfig, Mode, Numbers
 from dscale.drafter_config import check_fit
 from dscale.drafter_files import load_drafter
 from dscale.generate import Attachment
@@ -38,8 +39,10 @@ def attach(
     capture: bool | None = None,
     compile_prefill: bool | None = None,
     prefix_cache: bool = True,
+    weights: Numbers = "model",
 ) -> Attachment:
-    """Replace `model.generate` by DScale's, sharing the model's weights (no second copy).
+    """Replace `model.generate` by DScale's, sharing the model's weights (no second copy but with
+    `pack_weights` or 8-bit `weights`).
 
     `drafter`: a DFlash checkpoint in z-lab's format (folder or Hub id), or a loaded Drafter.
     `predictor`: a folder that `recipes/train_predictor.py` made for this drafter; None scores
@@ -61,6 +64,7 @@ def attach(
         capture=capture,
         compile_prefill=compile_prefill,
         prefix_cache=prefix_cache,
+        weights=weights,
     )
     if mode == "ar" and (drafter is not None or budget is not None):
         name, value = ("drafter", drafter) if drafter is not None else ("budget", budget)
@@ -82,10 +86,19 @@ def attach(
             "compile_prefill: expected None or False for a model on the CPU, got True"
         )
     loaded = None if drafter is None else drafter_for(model, drafter, shape)
+    if weights != "model":
+        drafts = () if loaded is None else (shape.vocab_size, *sizes_of(loaded.config))
+        check_quantizable(model.device, model.dtype, (*sizes_of(shape), *drafts))
     scores = None
     if predictor is not None and loaded is not None:
         scores = load_predictor(predictor, loaded.config, loaded.fingerprint, model.device)
     return Attachment(model, loaded, scores, config)
+
+
+def sizes_of(shape: TargetConfig | DrafterConfig) -> tuple[int, ...]:
+    """Sizes of the projections of its layers."""
+    heads, kv_heads = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    return shape.hidden_size, shape.intermediate_size, heads, kv_heads
 
 
 def drafter_for(

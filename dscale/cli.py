@@ -46,6 +46,13 @@ PredictorOption = Annotated[
     str | None,
     typer.Option(help="a folder; the demo model's drafter has its own, 'none' for none"),
 ]
+WeightsOption = Annotated[
+    str,
+    typer.Option(
+        help="fp8-draft: 8-bit floats for drafts; fp8: for the model's layers, too, which changes "
+        "its answers"
+    ),
+]
 DtypeOption = Annotated[str | None, typer.Option(help="default: bfloat16 on a GPU, else float32")]
 NewTokens = Annotated[int, typer.Option(min=1, help="tokens to generate at most")]
 Temperature = Annotated[float, typer.Option(min=0, help="0 is greedy")]
@@ -62,6 +69,7 @@ def generate(
     budget: BudgetOption = None,
     predictor: PredictorOption = None,
     dtype: DtypeOption = None,
+    weights: WeightsOption = "model",
     max_new_tokens: NewTokens = 128,
     temperature: Temperature = 0.0,
     seed: Seed = 0,
@@ -71,7 +79,8 @@ def generate(
     prompts = prompt or [line.rstrip("\n") for line in sys.stdin if line.strip()]
     if not prompts:
         raise typer.BadParameter("expected a prompt, as an argument or on stdin")
-    with attached(model, drafter, mode, budget, dtype, predictor) as (loaded, tokenizer, spec):
+    how = (model, drafter, mode, budget, dtype, predictor)
+    with attached(*how, weights=weights) as (loaded, tokenizer, spec):
         for text in prompts:
             ids = torch.tensor([encode(tokenizer, text, raw)], device=loaded.device)
             streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -99,6 +108,7 @@ def batch(
     budget: BudgetOption = None,
     predictor: PredictorOption = None,
     dtype: DtypeOption = None,
+    weights: WeightsOption = "model",
     max_new_tokens: NewTokens = 256,
     temperature: Temperature = 0.0,
     seed: Seed = 0,
@@ -111,7 +121,7 @@ def batch(
         check_target(source, target)
         rows = read_prompts(source) if str(source) != "-" else stdin_rows()
     how = (model, drafter, mode, budget, dtype, predictor)
-    with attached(*how, max_concurrency=concurrency) as (_, tokenizer, spec):
+    with attached(*how, max_concurrency=concurrency, weights=weights) as (_, tokenizer, spec):
         inputs = [encode(tokenizer, row["prompt"], raw) for row in rows]
         seeds = [seed + i for i in range(len(rows))] if temperature > 0 else None
         options = settings(max_new_tokens, temperature, None)
@@ -139,6 +149,7 @@ def bench(
     model: Model = DEMO,
     drafter: DrafterOption = None,
     dtype: DtypeOption = None,
+    weights: WeightsOption = "model",
     prompt: Annotated[str, typer.Option(help="the prompt of every request")] = (
         "Write a Python function that returns the n-th Fibonacci number."
     ),
@@ -150,7 +161,9 @@ def bench(
     rows: list[tuple[str, float, float]] = []
     for name in ("generate()", "ar", "default"):
         used = drafter if name == "default" else "none"
-        with attached(model, used, None, None, dtype) as (loaded, tokenizer, spec):
+        how = (model, used, None, None, dtype)
+        kept = "model" if used == "none" and weights == "fp8-draft" else weights
+        with attached(*how, weights=kept) as (loaded, tokenizer, spec):
             name = spec.engine.config.mode if name == "default" else name
             if name == "generate()":
                 spec.detach()
@@ -205,7 +218,8 @@ def attached(
         loaded, tokenizer = load(model, found)
         rows: Any = int(budget) if budget is not None and budget.isdecimal() else budget
         options |= pair(model, drafter, predictor, mode, rows)
-        options["pack_weights"] = packs(model, loaded)
+        plain = options.get("weights", "model") == "model"
+        options["pack_weights"] = plain and packs(model, loaded)
         spec = dscale.attach(loaded, **options)
     with spec:
         yield loaded, tokenizer, spec

@@ -11,6 +11,9 @@ from dscale.kernels.reference_rows import SEEDS
 
 Budget = int | Literal["half", "auto"] | None
 
+Numbers = Literal["model", "fp8-draft", "fp8"]
+"""Which weights are read in 8-bit floats: none, those of drafts, or the target's layers', too."""
+
 Mode = Literal["ar", "dflash", "+tiles", "+budget", "dscale"]
 
 ADAPTIVE: tuple[Mode, ...] = ("+budget", "dscale")
@@ -42,7 +45,10 @@ class EngineConfig:
     faster passes of 2 to 16 rows. `capture`: compile the step and capture it in CUDA graphs; None
     does so on a GPU. `compile_prefill`: compile and capture the pass over prompts too; None does
     so where steps are captured, False starts sooner (docs/performance.md). `prefix_cache`:
-    requests whose prompts begin alike share whole pages of it.
+    requests whose prompts begin alike share whole pages of it. `weights`: "fp8-draft" keeps a
+    second copy in 8-bit floats of the drafter's layers and of the LM head for its drafts: what is
+    drafted changes a little, answers do not. "fp8" does so for the target's layers, too, in all
+    passes: a target of its own, whose answers are not the model's (docs/performance.md).
 
     Raises ValueError naming the setting that is out of range.
     """
@@ -57,6 +63,7 @@ class EngineConfig:
     capture: bool | None = None
     compile_prefill: bool | None = None
     prefix_cache: bool = True
+    weights: Numbers = "model"
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):
@@ -93,6 +100,14 @@ class EngineConfig:
             if not (getattr(self, name) is None or isinstance(getattr(self, name), bool)):
                 value = getattr(self, name)
                 raise ValueError(f"{name}: expected None, True or False, got {value!r}")
+        if self.weights not in get_args(Numbers):
+            raise ValueError(f"weights: expected one of {get_args(Numbers)}, got {self.weights!r}")
+        if self.mode == "ar" and self.weights == "fp8-draft":
+            raise ValueError("weights: expected 'model' or 'fp8' in mode 'ar', got 'fp8-draft'")
+        if self.pack_weights and self.weights != "model":
+            raise ValueError(
+                f"pack_weights: expected False with weights {self.weights!r}, got True"
+            )
         if self.compile_prefill and self.capture is False:
             raise ValueError("compile_prefill: expected None or False without capture, got True")
 

@@ -19,7 +19,9 @@ from dscale.load import build_target, unfuse
 from dscale.loop import Call, Loop, Preparation
 from dscale.request import Request
 from dscale.sampling import KNOWN
+from dscale.stages import quantized
 from dscale.stats import Stats
+from dscale.weights import Weights
 
 
 class Attachment:
@@ -39,9 +41,15 @@ class Attachment:
             target.pack()
             if drafter is not None:
                 drafter.pack()
+        drafter = quantized(target, drafter, config.weights)
         self.engine = Engine(target, drafter, config, predictor, self._request)
         self.stats: Stats = self.engine.stats
-        self._weights = _weights(model, config.pack_weights)
+        # A copy of them would not change with them.
+        self._copied = config.pack_weights or config.weights != "model"
+        self._weights = _weights(model, self._copied)
+        self._written = Weights(target) if self._copied else None
+        if self._written is not None:
+            self._written.same()
         self._replaced = model.__dict__.get("generate")
         model.__dict__["generate"] = _Generate(self)
         model.__dict__["_dscale"] = self
@@ -60,7 +68,7 @@ class Attachment:
         if self._replaced is not None:
             self.model.__dict__["generate"] = self._replaced
         self.engine.close()
-        del self.engine
+        del self.engine, self._written
         unfuse(self.model)
 
     def _request(
@@ -126,9 +134,15 @@ class Attachment:
         )
 
     def _check_weights(self) -> None:
-        packed = self.engine.config.pack_weights
-        if _weights(self.model, packed) != self._weights:
-            which = "moved or replaced" + (" or, with pack_weights, written to" if packed else "")
+        same = _weights(self.model, self._copied) == self._weights
+        if same and self._written is not None and not self._written.same():
+            self._weights, same = [], False  # for good: the copies stay as they are
+        if not same:
+            config = self.engine.config
+            setting = "pack_weights" if config.pack_weights else f"weights={config.weights!r}"
+            which = "moved or replaced" + (
+                f" or, with {setting}, written to" if self._copied else ""
+            )
             raise ValueError(
                 f"model: its weights were {which} after attach; detach and attach again"
             )

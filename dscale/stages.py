@@ -17,7 +17,7 @@ from dscale.compiled.sampling import Chooser
 from dscale.compiled.shares import PARTS
 from dscale.compiled.target import Target
 from dscale.compiled.verify import Verify
-from dscale.config import EngineConfig
+from dscale.config import EngineConfig, Numbers
 from dscale.workspace import Workspace
 
 Stage = Callable[..., Any]
@@ -95,6 +95,27 @@ def build_stages(
         verify=wrap(Verify(*shared, rows, chooser, tile)),
         host_lengths=config.mode == "+budget",
     )
+
+
+def quantized(target: Target, drafter: Drafter | None, weights: Numbers) -> Drafter | None:
+    """Let a target, which is not used otherwise, read the weights that a setting names; returns
+    the drafter that does, which may be used otherwise, too."""
+    if weights == "fp8":
+        target.quantize()
+    if weights == "model" or drafter is None:
+        return drafter
+    return drafter.quantized(target.head)
+
+
+def check_numbers(target: Target, drafter: Drafter | None, weights: Numbers) -> None:
+    """Raise ValueError unless both are as `quantized` makes them for this setting."""
+    layers, drafts = target.is_quantized, drafter is not None and drafter.head is not None
+    wanted = (weights == "fp8", weights != "model" and drafter is not None)
+    if (layers, drafts) != wanted:
+        raise ValueError(
+            f"weights: expected a target and a drafter made for {weights!r}, got 8-bit layers "
+            f"{layers}, 8-bit drafts {drafts}"
+        )
 
 
 def split_products(target: Target, drafter: Drafter | None) -> None:

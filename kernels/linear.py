@@ -26,15 +26,22 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, turn: Tensor) -> Tens
 
 
 def split_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, turn: Tensor, plan: Plan
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    turn: Tensor,
+    plan: Plan,
+    scales: tuple[Tensor, Tensor] | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """x `[M, K]` by weight `[N, K]` transposed, in the tiles of a plan. One launch, and the same
     result every time: the last program of a tile adds all parts, in their order.
 
-    `turn`: int32 zeros, one for each tile at least; zeros again afterwards."""
+    `turn`: int32 zeros, one for each tile at least; zeros again afterwards. `scales` float32 `[M]`
+    and `[N]`: of 8-bit operands, whose results have `dtype`."""
     rows, inner = x.shape
     columns = weight.shape[0]
-    out = x.new_empty((rows, columns))
+    out = x.new_empty((rows, columns), dtype=dtype)
     parts, early = plan.parts, starts_early(x.device)
     summed = (parts, rows, columns) if parts > 1 else (1,)
     part_sum = x.new_empty(summed, dtype=torch.float32)
@@ -43,6 +50,7 @@ def split_linear(
         TensorDescriptor.from_tensor(x, [plan.block_m, plan.block_k]),
         TensorDescriptor.from_tensor(weight, [plan.block_n, plan.block_k]),
         x if bias is None else bias,
+        *(scales or (x, x)),
         out,
         part_sum,
         turn,
@@ -51,6 +59,7 @@ def split_linear(
         inner,
         parts,
         bias is not None,
+        scales is not None,
         plan.block_m,
         plan.block_n,
         plan.block_k,
@@ -67,6 +76,8 @@ def _split_linear(
     x_tiles: tl.tensor,
     weight_tiles: tl.tensor,
     bias: tl.tensor,
+    x_scale: tl.tensor,
+    weight_scale: tl.tensor,
     out: tl.tensor,
     part_sum: tl.tensor,
     turn: tl.tensor,
@@ -75,6 +86,7 @@ def _split_linear(
     inner: tl.tensor,
     parts: tl.tensor,
     BIASED: tl.constexpr,
+    SCALED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -91,11 +103,22 @@ def _split_linear(
     row_0, column_0 = tile % across * BLOCK_M, tile // across * BLOCK_N
     blocks = tl.cdiv(inner, BLOCK_K)
     first, last = part * blocks // parts, (part + 1) * blocks // parts
-    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for block in range(first, last):
-        left = x_tiles.load([row_0, block * BLOCK_K])
-        right = weight_tiles.load([column_0, block * BLOCK_K])
-        total = tl.dot(left, right.T, total)
+    # Hopper sums products of 8-bit floats in 14 bits or so: no longer than over one block.
+    IMPRECISE: tl.constexpr = BLOCK_K if SCALED else None
+    # It multiplies 64 rows at least, of the left operand: few of x stand on the right.
+    if SCALED and BLOCK_M < 64:
+        turned = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        for block in range(first, last):
+            left = x_tiles.load([row_0, block * BLOCK_K])
+            right = weight_tiles.load([column_0, block * BLOCK_K])
+            turned = tl.dot(right, left.T, turned, max_num_imprecise_acc=IMPRECISE)
+        total = turned.T
+    else:
+        total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for block in range(first, last):
+            left = x_tiles.load([row_0, block * BLOCK_K])
+            right = weight_tiles.load([column_0, block * BLOCK_K])
+            total = tl.dot(left, right.T, total, max_num_imprecise_acc=IMPRECISE)
     row = row_0 + tl.arange(0, BLOCK_M)
     column = column_0 + tl.arange(0, BLOCK_N)
     mask = (row < rows)[:, None] & (column < columns)[None, :]
@@ -111,9 +134,28 @@ def _split_linear(
             for other in range(parts):
                 total += tl.load(part_sum + other * size + at, mask=mask, cache_modifier=".cg")
             tl.store(turn + tile, 0)
+            if SCALED:
+                total = _scaled(total, x_scale, weight_scale, row, column, rows, columns)
             _finish(total, bias, out, at, column, columns, mask, BIASED)
     else:
+        if SCALED:
+            total = _scaled(total, x_scale, weight_scale, row, column, rows, columns)
         _finish(total, bias, out, at, column, columns, mask, BIASED)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _scaled(
+    total: tl.tensor,
+    x_scale: tl.tensor,
+    weight_scale: tl.tensor,
+    row: tl.tensor,
+    column: tl.tensor,
+    rows: tl.tensor,
+    columns: tl.tensor,
+) -> tl.tensor:
+    left = tl.load(x_scale + row, mask=row < rows, other=0.0)
+    right = tl.load(weight_scale + column, mask=column < columns, other=0.0)
+    return total * left[:, None] * right[None, :]
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -33,19 +33,20 @@ class Plan:
         """Tiles of the result."""
         return -(-rows // self.block_m) * -(-columns // self.block_n)
 
-    @property
-    def shared_bytes(self) -> int:
-        """Shared memory its 16-bit operands take at least."""
-        return 2 * self.stages * self.block_k * (self.block_m + self.block_n)
+    def shared_bytes(self, itemsize: int = 2) -> int:
+        """Shared memory its operands of so many bytes a number take at least."""
+        return itemsize * self.stages * self.block_k * (self.block_m + self.block_n)
 
 
 @cache
-def table(capability: str, processors: int) -> dict[tuple[int, int], dict[int, Plan | None]]:
-    """Plans by (columns, inner) of the weight, then by the most rows they are for, ascending; None
-    where the library is as fast. `capability`: as "9.0"."""
+def table(
+    capability: str, processors: int, dtype: str = "bfloat16"
+) -> dict[tuple[int, int], dict[int, Plan | None]]:
+    """Plans by (columns, inner) of a weight of a dtype, then by the most rows they are for,
+    ascending; None where the library is as fast. `capability`: as "9.0"."""
     found: dict[tuple[int, int], dict[int, Plan | None]] = {}
     for row in sorted(json.loads(FILE.read_text()), key=lambda row: row["rows"]):
-        if (row["capability"], row["processors"]) == (capability, processors):
+        if (row["capability"], row["processors"], row["dtype"]) == (capability, processors, dtype):
             names = ("block_m", "block_n", "block_k", "parts", "stages", "warps")
             plan = Plan(*(row[name] for name in names)) if row["split"] else None
             found.setdefault((row["columns"], row["inner"]), {})[row["rows"]] = plan
@@ -64,11 +65,11 @@ def _kind(index: int) -> tuple[str, int]:
 
 
 def plans_for(weight: Tensor) -> dict[int, Plan | None]:
-    """Plans of a weight `[N, K]` by the most rows they are for; none but for bfloat16 on a GPU in
+    """Plans of a weight `[N, K]` by the most rows they are for; none but for a dtype and a GPU in
     the table."""
-    if weight.dtype != torch.bfloat16 or weight.device.type != "cuda":
+    if weight.device.type != "cuda":
         return {}
-    of_device = table(*device_kind(weight.device))
+    of_device = table(*device_kind(weight.device), str(weight.dtype).removeprefix("torch."))
     return of_device.get((weight.shape[0], weight.shape[1]), {})
 
 

@@ -21,6 +21,8 @@ from dscale.kernels.linear_ops import linear as linear
 from dscale.kernels.reference_rows import SEEDS, TILE, PackedRows
 from dscale.kernels.reference_statistics import TOP, RowStatistics
 from dscale.kernels.registry import expect, expect_tensor, implement
+from dscale.kernels.scaled_linear_ops import gated_rows as gated_rows
+from dscale.kernels.scaled_linear_ops import scaled_linear as scaled_linear
 from dscale.kernels.share_ops import merge_shares as merge_shares
 from dscale.kernels.share_ops import share_pages as share_pages
 

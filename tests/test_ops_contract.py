@@ -12,7 +12,8 @@ from torch import Tensor
 from dscale.kernels import ops
 
 NAMES = ["row_statistics", "argmax", "allocate_budget", "pack_rows", "accept_prefix"]
-NAMES += ["tile_heads", "share_pages", "merge_shares", "linear"]
+NAMES += ["tile_heads", "share_pages", "merge_shares", "linear", "gated_rows"]
+NAMES += ["scaled_linear"]
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])]
 
@@ -51,6 +52,16 @@ def arguments(name: str, lanes: int, device: str = "cpu") -> tuple[Any, ...]:
             torch.randn(2 * lanes, 2, 48, generator=generator),
             *(torch.arange(lanes) * 2, torch.full((lanes,), 2), candidate[:, 0], 16),
         ),
+        "gated_rows": (torch.randn(lanes, 96, generator=generator).bfloat16(),),
+        "scaled_linear": (
+            torch.randn(lanes, 32, generator=generator).to(torch.float8_e4m3fn),
+            torch.rand(lanes, generator=generator),
+            torch.randn(48, 32, generator=generator).to(torch.float8_e4m3fn),
+            torch.rand(48, generator=generator),
+            torch.randn(48, generator=generator).bfloat16(),
+            torch.zeros(4, dtype=torch.int32),
+            torch.bfloat16,
+        ),
         "linear": (
             torch.randn(lanes, 32, generator=generator),
             torch.randn(32, 32, generator=generator),
@@ -66,7 +77,10 @@ def arguments(name: str, lanes: int, device: str = "cpu") -> tuple[Any, ...]:
 @pytest.mark.parametrize("lanes", [1, 5])
 def test_opcheck(name: str, lanes: int, device: str) -> None:
     op = getattr(torch.ops.dscale, name).default
-    results = torch.library.opcheck(op, arguments(name, lanes, device))
+    checks = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
+    if name != "scaled_linear":  # it would multiply the arguments, which 8-bit floats cannot
+        checks.append("test_schema")
+    results = torch.library.opcheck(op, arguments(name, lanes, device), test_utils=checks)
     assert set(results.values()) == {"SUCCESS"}
 
 

@@ -19,6 +19,7 @@ from dscale.kernels.linear_plans import Plan
 TESTS = Path(__file__).parent
 TYPES = {
     torch.bfloat16: "*bf16",
+    torch.float8_e4m3fn: "*fp8e4nv",
     torch.float32: "*fp32",
     torch.int32: "*i32",
     torch.int64: "*i64",
@@ -27,10 +28,12 @@ TYPES = {
     float: "fp32",
 }
 # Called by a kernel, not launched.
-HELPERS = {"_head", "_joined", "_below", "_finish", "_max", "_run_max", "_key"}
+HELPERS = {"_head", "_joined", "_below", "_finish", "_scaled", "_max", "_run_max", "_key"}
 NAMES = ["row_statistics", "argmax", "allocate_budget", "pack_rows", "accept_prefix"]
 LAYERS = ["tile_heads", "share_pages", "merge_shares"]
-LAUNCHERS = {"linear": "split_linear"}  # where it is not named as the operation
+LAUNCHERS = {"linear": "split_linear", "scaled_linear": "split_linear"}
+"""Where it is not named as the operation."""
+MODULES = {"scaled_linear": "linear"}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here the kernels are tested on the GPU")
@@ -106,15 +109,22 @@ def arguments(name: str, lanes: int, dtype: torch.dtype) -> tuple[Any, ...]:
             *(torch.zeros(lanes, 3, 48), longs, longs, longs, 16),
         ),
         "linear": (heads[0], heads[0], None, ints, Plan(64, 64, 64, 4, 3, 4)),
+        "scaled_linear": (
+            *(heads[0].to(torch.float8_e4m3fn), heads[0].to(torch.float8_e4m3fn), None, ints),
+            Plan(16 if lanes > 1 else 64, 64, 64, 4, 3, 4),
+            (heads[0, :, 0].float(), heads[0, :, 0].float()),
+            dtype,
+        ),
+        "gated_rows": (heads[:, 0],),
         "clear_pages": (longs, 1, 4096),
     }[name]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here the kernels are compiled anyway")
-@pytest.mark.parametrize("name", [*NAMES, *LAYERS, "linear", "clear_pages"])
+@pytest.mark.parametrize("name", [*NAMES, *LAYERS, *LAUNCHERS, "gated_rows", "clear_pages"])
 def test_kernels_compile_for_an_h200(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiler refuses what the interpreter lets pass."""
-    module = import_module(f"dscale.kernels.{name}")
+    module = import_module(f"dscale.kernels.{MODULES.get(name, name)}")
     found = {k for k, v in vars(module).items() if type(v).__name__ == "JITFunction"}
     kernels = found - HELPERS
     stands = {k: CompileOnly(getattr(module, k)) for k in kernels}

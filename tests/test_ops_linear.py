@@ -18,6 +18,7 @@ from dscale.stages import split_products
 PLANS = [Plan(16, 32, 64, 1, 2, 4), Plan(16, 32, 64, 3, 2, 4), Plan(64, 32, 64, 4, 2, 4)]
 # The interpreter's dot takes no bfloat16.
 DTYPE = torch.float16 if INTERPRETED else torch.bfloat16
+DTYPES = ("bfloat16", "float8_e4m3fn")
 SHAPES = [(1, 32, 64), (16, 96, 256), (40, 48, 328), (70, 128, 512)]
 
 
@@ -66,10 +67,12 @@ def test_rows_that_are_not_contiguous(run: str) -> None:
 
 def test_a_plan_fits_its_gpu() -> None:
     """Every entry of the table is of a GPU's shared memory and leaves no program without work."""
-    for of_weight in table("9.0", 132).items():
-        (columns, inner), plans = of_weight
+    every = [(key, dtype) for dtype in DTYPES for key in table("9.0", 132, dtype).items()]
+    assert every
+    for ((columns, inner), plans), dtype in every:
         for rows, plan in plans.items():
-            assert plan is None or plan.shared_bytes <= 227 * 1024, (columns, inner, rows)
+            size = getattr(torch, dtype).itemsize
+            assert plan is None or plan.shared_bytes(size) <= 227 * 1024, (columns, inner, rows)
             assert plan is None or plan.parts <= inner // plan.block_k
             assert plan is None or plan.tiles(rows, columns) <= 4096
 
