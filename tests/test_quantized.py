@@ -182,6 +182,17 @@ def test_refusals(drafter: Drafter) -> None:
         Engine(target, None, EngineConfig(mode="ar"))
 
 
+def test_one_call(drafter: Drafter) -> None:
+    model = tiny_model()
+    with dscale.attach(model, mode="ar", weights="fp8"):
+        want = model.generate(IDS, max_new_tokens=1)
+        with pytest.raises(ValueError, match="weights: the model is attached already"):
+            dscale.generate(model, IDS, weights="fp8")
+    assert torch.equal(dscale.generate(model, IDS, weights="fp8", max_new_tokens=1), want)
+    with pytest.raises(ValueError, match="weights: expected 'model' or 'fp8' in mode 'ar'"):
+        dscale.generate(model, IDS, weights="fp8-draft")
+
+
 def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     bf16 = torch.bfloat16
     check_quantizable(torch.device("cpu"), torch.float32, (5,))
