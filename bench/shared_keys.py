@@ -53,11 +53,12 @@ class Layers:
         wanted = -(-UNCACHED // self.bytes) if device.type == "cuda" else 2
         self.count = max(2, min(MOST_LAYERS, wanted))
         pools = min(POOLS, self.count)
+        sets = -(-self.count // pools)
         self.paging = [
-            Paging(*(x.to(device) for x in _paging(requests, context, held, index)))
-            for index in range(-(-self.count // pools))
+            Paging(*(x.to(device) for x in _paging(requests, context, held, index, sets)))
+            for index in range(sets)
         ]
-        slots = (1 + held * len(self.paging)) * PAGE
+        slots = (1 + held * sets) * PAGE
         make: dict[str, Any] = {"device": device, "dtype": dtype}
         size = (slots, shape.kv_heads, shape.head_dim)
         self.pools = [(torch.randn(size, **make), torch.randn(size, **make)) for _ in range(pools)]
@@ -84,14 +85,14 @@ class Layers:
         return lambda: [layer(self.qkv_RXE, self.norm_E, *front) for front in each]
 
 
-def _paging(requests: int, context: int, held: int, index: int) -> Paging:
-    """The `index`-th `held` pages, dealt out in random order; lanes end at different places of
-    their last page."""
+def _paging(requests: int, context: int, held: int, index: int, sets: int) -> Paging:
+    """The `index`-th `held` pages of a pool of `sets` times as many, dealt out in random order;
+    lanes end at different places of their last page."""
     lanes, each = max(2, requests), held // requests
     order = 1 + index * held + torch.randperm(held, generator=torch.Generator().manual_seed(index))
     page_NL = torch.zeros(lanes, each, dtype=torch.int32)
     page_NL[:requests] = order.view(requests, each).int()
-    logical_NP = torch.full((lanes, 1 + (index + 1) * held), -1, dtype=torch.int32)
+    logical_NP = torch.full((lanes, 1 + sets * held), -1, dtype=torch.int32)
     logical_NP[requests:, 0] = 0
     for lane in range(requests):
         logical_NP[lane, page_NL[lane].long()] = torch.arange(each, dtype=torch.int32)

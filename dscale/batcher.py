@@ -116,9 +116,9 @@ class Batcher:
         """Admit what fits, prefill one chunk, start one decode step and read one."""
         self._admit()
         began = time.perf_counter()
-        self._fill()
+        timed = not self._fill()  # a step behind a prompt may wait for the host
         filled, self._handing = time.perf_counter(), 0.0
-        self._decode()
+        self._decode(timed)
         decoded = time.perf_counter()
         # The counters are not read: whoever waited for a request may be setting them to zero.
         self.core.stats.prefill_seconds += filled - began + self._handing
@@ -213,21 +213,18 @@ class Batcher:
         most = 0 if workspace is None else workspace.max_requests
         self._slots = list(range(min(most, self.core.config.concurrency)))
 
-    def _fill(self) -> None:
+    def _fill(self) -> bool:
         """Prefill the next chunk: of every request there is, as far as FILL_ROWS go, or while
-        others decode, one chunk's tokens in all."""
+        others decode, one chunk's tokens in all. Returns whether there was one."""
         if found := self.pages.follow(self.filling):
             self.core.place(found)
         size = self.core.config.prefill_chunk
         group = [r for r in self.filling if r.leader is None]
-        lengths = next_lengths(
-            (len(r.prompt) - r.prefilled for r in group),
-            size,
-            size if self.live else size * len(group),
-            padded=not self.core.flex,
-        )
+        rests = (len(r.prompt) - r.prefilled for r in group)
+        left = size if self.live else size * len(group)
+        lengths = next_lengths(rests, size, left, padded=not self.core.flex)
         if not lengths:
-            return
+            return False
         group = group[: len(lengths)]
         for guided in (False, True):
             part = [i for i, r in enumerate(group) if (r.guide is not None) == guided]
@@ -241,6 +238,7 @@ class Batcher:
         self._decoding = None if done else self._decoding
         if not self.core.captured:
             self._give_first()
+        return True
 
     def _give_first(self) -> None:
         """Hand out first tokens. On a GPU after the next step has been started, so that it does
@@ -257,7 +255,7 @@ class Batcher:
                 self.live.remove(request)
         self._handing += time.perf_counter() - began
 
-    def _decode(self) -> None:
+    def _decode(self, timed: bool) -> None:
         if self._first:
             step = chooser_of(self.live), bucket_of(len(self.live))
             if step not in self._started:
@@ -269,7 +267,7 @@ class Batcher:
         if live:
             if self._decoding is None:
                 self._decoding = self.core.decoding(live)
-            launched = (self._decoding, self._decoding.launch(live))
+            launched = (self._decoding, self._decoding.launch(live, timed=timed))
             if self._decoding.late:
                 launched, self._pending = self._pending, launched
         else:

@@ -50,13 +50,14 @@ class Decoding:
     padded: bool
     times: Observer | None = None
 
-    def launch(self, live: list[Request]) -> Launch:
-        """Start one step of placed requests."""
+    def launch(self, live: list[Request], *, timed: bool = True) -> Launch:
+        """Start one step of placed requests. `timed`: its time, too, is told to `times`."""
         lanes = bucket_of(len(live)) if self.padded else len(live)
         idle = self.workspace.max_requests
         context = sum(r.context for r in live)
         choice = self._choose(lanes, live, context)
-        began = mark(self.workspace.device) if self.times is not None and self.late else None
+        timed = timed and self.late and self.times is not None
+        began = mark(self.workspace.device) if timed else None
         step = self.workspace.assign([r.slot for r in live] + [idle] * (lanes - len(live)))
         run_stages(self.workspace, self.stages, step, lanes, choice)
         results = Results.of(step.result_NX, late=self.late, began=began)

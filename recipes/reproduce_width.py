@@ -1,6 +1,6 @@
 """Fig. 3: every request verified at the same fixed width, 4 to 14 rows, against the full 16.
 
-    python -m bench.closed_loop --grid widths --prompts DATA
+    python -m bench.closed_loop --grid widths --prompts DATA --out bench/results/widths
     python recipes/reproduce_width.py
 
 A small run on a CPU, under bench/results/cpu, stands in for progress until a GPU has measured it.
@@ -10,16 +10,19 @@ from pathlib import Path
 
 import reproduced
 from reproduced import Experiment, Line, Row, Rows, Section, number, percent, where
-from reproduced_loops import loops, read_loops
+from reproduced_loops import FILES, loops, read_loops
 from reproduced_plots import PAPER, figure, series
 
 from bench.aggregate import CELL, medians
 from bench.paper import PAPER as PUBLISHED
 from bench.paper import SET_NAMES
 
+OWN = "widths/closed_loop.json"
+"""A file apart: its full width may be of another commit than that of other loops."""
+
 KEPT = ("gpu", "torch", "commit", "date", "dtype", *CELL, "repetitions")
 COMMANDS = (
-    "python -m bench.closed_loop --grid widths --prompts DATA",
+    "python -m bench.closed_loop --grid widths --prompts DATA --out bench/results/widths",
     "python recipes/reproduce_width.py",
 )
 CPU_COMMAND = (
@@ -32,8 +35,10 @@ CPU_COMMAND = (
 def compute(folder: Path) -> Rows:
     """One row per width of every cell that has the full width and another; those of the CPU only
     while no GPU has any."""
-    rows = where(read_loops(folder), mode="dflash")
-    by_gpu = [where(rows, gpu=gpu) for gpu in dict.fromkeys(row["gpu"] for row in rows)]
+    read = [where(read_loops(folder, files), mode="dflash") for files in ((OWN,), FILES)]
+    by_gpu = [
+        where(rows, gpu=gpu) for rows in read for gpu in dict.fromkeys(row["gpu"] for row in rows)
+    ]
     found = reproduced.on_gpu([row for some in by_gpu for row in widths_of(medians(some))])
     return sorted(found, key=lambda row: (row["acceptance"], row["width"]))
 

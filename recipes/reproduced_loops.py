@@ -1,6 +1,7 @@
 """Rows of closed-loop measurements, as the recipes of Figs. 3, 7, 8 and 9 read them."""
 
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 
 import reproduced
@@ -12,11 +13,11 @@ FILES = ("closed_loop.json", "cpu/closed_loop.json")
 """Measured on GPUs; small runs on a CPU."""
 
 
-def read_loops(folder: Path) -> Rows:
+def read_loops(folder: Path, files: Sequence[str] = FILES) -> Rows:
     """The rows of every closed-loop file about models that count, not those of dry runs; of every
     cell those that can be compared."""
     cells: dict[tuple[object, ...], Rows] = defaultdict(list)
-    for name in FILES:
+    for name in files:
         for row in reproduced.read(name, LOOP_FIELDS, folder):
             if reproduced.kind_of(row["model"]):
                 cells[row["gpu"], *(row[key] for key in CELL)].append(row)

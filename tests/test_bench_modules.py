@@ -98,6 +98,7 @@ def test_layers_find_the_same_in_shared_keys(
 ) -> None:
     cell = ["--requests", "3", "--contexts", "200", "--sub-lanes", "0", "2", "16"]
     monkeypatch.setattr(shared_keys, "TINY", {"models": ["tiny"]})
+    monkeypatch.setattr(shared_keys, "POOLS", 1)  # a pool whose pages serve two layers
     monkeypatch.setattr(sys, "argv", ["x", "--tiny", *cell, "--out", str(tmp_path)])
     shared_keys.main()
     rows = read_rows(tmp_path / "shared_keys.json", (*shared_keys.KEYS, "us", "keys_us"))

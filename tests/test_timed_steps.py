@@ -137,8 +137,28 @@ def test_steps_that_say_nothing(gpu: list[Moment], monkeypatch: pytest.MonkeyPat
     decoding.finish(decoding.launch(requests))
     assert len(heard) == 1
     monkeypatch.setattr(dscale.decode, "mark", lambda device: pytest.fail("an event"))
+    decoding, requests = decoding_of(CASES["dflash"], None, times=heard)
+    decoding.finish(decoding.launch(requests, timed=False))
+    assert len(heard) == 1
     decoding, requests = decoding_of(CASES["dflash"], None)
     decoding.finish(decoding.launch(requests))
+
+
+def test_steps_behind_a_prompt_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There the GPU may have waited for the host, which started the prompt's pass, too."""
+    launch, steps = Decoding.launch, list[tuple[int, bool]]()
+
+    def launched(self: Decoding, live: list[Request], *, timed: bool = True) -> Any:
+        steps.append((len(live), timed))
+        return launch(self, live, timed=timed)
+
+    monkeypatch.setattr(Decoding, "launch", launched)
+    model = tiny_model()
+    with dscale.attach(model, mode="ar", prefill_chunk=64) as spec:
+        prompts = [list(range(1, 9)), list(range(1, 101))]
+        results = list(spec.engine.stream(prompts, max_new_tokens=4))
+    assert [len(r.generated_tokens) for r in results] == [4, 4]
+    assert steps[:3] == [(1, False), (2, False), (2, True)], "a chunk before each of the first two"
 
 
 class OnGpu:
