@@ -52,7 +52,8 @@ def sections(folder: Path = RESULTS) -> list[Section]:
             caption='With `weights="fp8-draft"` drafts alone read 8-bit weights, and answers are '
             "the model's. With `weights=\"fp8\"` the target's layers do, too: its answers are "
             "another model's, near to it. Neither is the default, and no other figure of this "
-            "page has it.",
+            "page has it. Steps of different commits are of different GPUs of the kind: compare "
+            "decide with decide where verify is the same.",
             tables=tables,
             commands=COMMANDS,
         )
