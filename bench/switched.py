@@ -145,10 +145,10 @@ class TimedBatcher(Batcher):
         if self.core.stats.prompt_tokens != before:
             self._ended = None
 
-    def _decode(self) -> None:
+    def _decode(self, timed: bool) -> None:
         stats = self.core.stats
         steps, tokens = stats.steps, stats.tokens
-        Batcher._decode(self)
+        Batcher._decode(self, timed)
         ended, advanced = time.perf_counter(), stats.steps - steps
         if self._ended is not None and advanced:
             self.intervals.add(stats.tokens - tokens, ended - self._ended)

@@ -12,7 +12,10 @@ from torch import Tensor
 
 from dscale.compiled.capture import fixed
 from dscale.kernels import ops
-from dscale.kernels.reference_scaled import quantize_rows
+from dscale.kernels.reference_scaled import E4M3, quantize_rows
+
+PIECE = 2**26
+"""Numbers of a weight that are widened at a time."""
 
 CAPABILITY = (8, 9)
 """Of the first GPUs whose tensor cores multiply them."""
@@ -44,9 +47,13 @@ def check_quantizable(device: torch.device, dtype: torch.dtype, sizes: Iterable[
 def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     """A weight's copy `[N, K]` and scales `[N]`, at fixed addresses. On a CPU the copy is
     float32, of the same values: a CPU would widen it in every pass."""
-    values, scale = quantize_rows(weight.detach())
-    if weight.device.type == "cpu":
-        values = values.float()
+    dtype = torch.float32 if weight.device.type == "cpu" else E4M3
+    values = torch.empty(weight.shape, dtype=dtype, device=weight.device)
+    scale = torch.empty(len(weight), dtype=torch.float32, device=weight.device)
+    step = max(1, PIECE // weight.shape[1])
+    for at in range(0, len(weight), step):  # so that an LM head needs no gigabytes at once
+        rows = slice(at, at + step)
+        values[rows], scale[rows] = quantize_rows(weight.detach()[rows])
     return fixed(values), fixed(scale)
 
 

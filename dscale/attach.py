@@ -123,17 +123,19 @@ def generate(
     inputs: Tensor | None = None,
     *,
     drafter: str | Path | Drafter | None = None,
+    weights: Numbers | None = None,
     **kwargs: Any,
 ) -> Tensor | GenerateDecoderOnlyOutput:
     """One `generate` call on DScale: through the model's attachment, or through one made for this
     call.
 
-    Arguments are `Attachment.generate`'s. `drafter` may be given only when the model is not
-    attached."""
+    Arguments are `Attachment.generate`'s. `drafter` and `weights`, as `attach` takes them, may be
+    given only when the model is not attached."""
     attached: Attachment | None = getattr(model, "_dscale", None)
     if attached is not None:
-        if drafter is not None:
-            raise ValueError("drafter: the model is attached already; expected None")
+        for name, value in (("drafter", drafter), ("weights", weights)):
+            if value is not None:
+                raise ValueError(f"{name}: the model is attached already; expected None")
         return attached.generate(inputs, **kwargs)
-    with attach(model, drafter) as spec:
+    with attach(model, drafter, weights=weights or "model") as spec:
         return spec.generate(inputs, **kwargs)

@@ -7,7 +7,7 @@ Of both: tokens per pass. Of "fp8-draft": answers must be the model's, token for
 recipe fails. Of "fp8", over the model's own greedy answers: how often the same token is likeliest,
 the mean KL divergence, the ratio of perplexities, and all three with the weights alone rounded;
 how many of its answers are those of mode "ar" with such weights. Rows go to
-bench/results/fp8_quality.json. A few minutes on two cores.
+bench/results/fp8_quality.json. Five to ten minutes on two cores.
 """
 
 import argparse

@@ -10,6 +10,7 @@ import argparse
 from pathlib import Path
 
 import reproduce_ablation
+import reproduce_fp8
 import reproduce_gap
 import reproduce_peers
 import reproduce_progress
@@ -69,7 +70,7 @@ def page(folder: Path = RESULTS) -> str:
     ]
     if REMARKS.is_file() and folder == RESULTS:
         out += [REMARKS.read_text(encoding="utf-8").strip(), ""]
-    for section in sections:
+    for section in (*sections, *reproduce_fp8.sections(folder)):
         out += section.text
     return "\n".join([*out, *capabilities().text]).rstrip() + "\n"
 

@@ -68,6 +68,7 @@ def test_generate(run: Any, smollm: Pair) -> None:
         (["--mode", "fast"], "mode: "),
         (["--temperature", "nan"], "temperature"),
         (["--dtype", "int7"], "dtype: "),
+        (["--weights", "int8"], "weights: "),
         (["--drafter", "/nowhere"], "drafter: "),
         (["--max-new-tokens", "0"], "--max-new-tokens"),
         (["--temperature", "-1"], "--temperature"),
@@ -78,6 +79,11 @@ def test_errors_are_one_line(run: Any, smollm: Pair, arguments: list[str], said:
     assert f"error: {said}" in result.stderr.replace("`", "") or said in result.stderr
     assert "Traceback" not in result.output
     assert "generate" not in vars(smollm[0])
+
+
+def test_eight_bit_drafts_answer_alike(run: Any, smollm: Pair) -> None:
+    done = run("generate", PROMPTS[0], "--max-new-tokens", "8", "--weights", "fp8-draft")
+    assert done.stdout.strip() == answers(smollm, 8)[0].strip()
 
 
 def test_batch(run: Any, smollm: Pair, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from dscale.load import build_target
 
 IDS = torch.arange(3, 40)[None] % 50
 NEW = 24
+GPU_VOCAB = 512
 INNER = {"mask_token_id": VOCAB - 1, "target_layer_ids": [0]}
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -182,6 +183,17 @@ def test_refusals(drafter: Drafter) -> None:
         Engine(target, None, EngineConfig(mode="ar"))
 
 
+def test_one_call(drafter: Drafter) -> None:
+    model = tiny_model()
+    with dscale.attach(model, mode="ar", weights="fp8"):
+        want = model.generate(IDS, max_new_tokens=1)
+        with pytest.raises(ValueError, match="weights: the model is attached already"):
+            dscale.generate(model, IDS, weights="fp8")
+    assert torch.equal(dscale.generate(model, IDS, weights="fp8", max_new_tokens=1), want)
+    with pytest.raises(ValueError, match="weights: expected 'model' or 'fp8' in mode 'ar'"):
+        dscale.generate(model, IDS, weights="fp8-draft")
+
+
 def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     bf16 = torch.bfloat16
     check_quantizable(torch.device("cpu"), torch.float32, (5,))
@@ -206,15 +218,24 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
         check_quantizable(torch.device("cuda:0"), bf16, (32, 40))
 
 
+def pair_for_8_bits(folder: Path, device: str = "cuda") -> Pair:
+    """A pair in bfloat16 whose projections, the LM head among them, a GPU takes."""
+    pair = Pair(folder, device)
+    pair.model, pair.reference = (
+        tiny_model(num_hidden_layers=2, vocab_size=GPU_VOCAB).to(device).bfloat16()
+        for _ in range(2)
+    )
+    pair.drafter = tiny_drafter(folder / "bf16", pair.model, dflash_config=INNER)
+    return pair
+
+
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize(("mode", "budget"), [("dflash", None), ("dscale", "half")])
 def test_captured_eight_bit_drafts(mode: Any, budget: Any, tmp_path: Path) -> None:
     """Answers in bfloat16 may differ where a pass has other rows; here drafts alone differ."""
     torch._dynamo.reset()
-    pair = Pair(tmp_path, "cuda")
-    pair.model = pair.model.bfloat16()
-    pair.drafter = tiny_drafter(tmp_path / "bf16", pair.model, dflash_config=INNER)
+    pair = pair_for_8_bits(tmp_path)
     settings: dict[str, Any] = {"max_new_tokens": 30, "pad_token_id": 0}
     answers = []
     for weights in ("model", "fp8-draft"):
@@ -230,18 +251,16 @@ def test_captured_eight_bit_drafts(mode: Any, budget: Any, tmp_path: Path) -> No
 def test_captured_steps(mode: Any, budget: Any, tmp_path: Path) -> None:
     """They run, on 8-bit weights, and begin as the rounded model does."""
     torch._dynamo.reset()
-    pair = Pair(tmp_path, "cuda")
-    pair.model, pair.reference = pair.model.bfloat16(), rounded_model(pair.reference.bfloat16())
-    pair.drafter = tiny_drafter(tmp_path / "bf16", pair.model, dflash_config=INNER)
+    pair = pair_for_8_bits(tmp_path)
     with torch.no_grad():
-        want = pair.reference(IDS.cuda()).logits[0, -1].float()
+        want = rounded_model(pair.reference)(IDS.cuda()).logits[0, -1].float()
     settings: dict[str, Any] = {"max_new_tokens": 30, "pad_token_id": 0}
     with pair.attach(mode=mode, budget=budget, capture=True, weights="fp8") as spec:
         layer: Any = spec.engine.target.layers[0]
         for count in (5, 1, 3):
             got = pair.got(count, **settings)
             assert got.shape[0] == count
-            assert got.max() < VOCAB
+            assert got.max() < GPU_VOCAB
         assert layer.weights.qkv.dtype == E4M3
         assert spec.stats.uncaptured_steps == 0
         out: Any = pair.model.generate(
