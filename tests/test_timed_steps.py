@@ -156,9 +156,11 @@ def test_steps_behind_a_prompt_are_not_timed(monkeypatch: pytest.MonkeyPatch) ->
     model = tiny_model()
     with dscale.attach(model, mode="ar", prefill_chunk=64) as spec:
         prompts = [list(range(1, 9)), list(range(1, 101))]
-        results = list(spec.engine.stream(prompts, max_new_tokens=4))
-    assert [len(r.generated_tokens) for r in results] == [4, 4]
-    assert steps[:3] == [(1, False), (2, False), (2, True)], "a chunk before each of the first two"
+        results = list(spec.engine.stream(prompts, max_new_tokens=12))
+    assert [len(r.generated_tokens) for r in results] == [12, 12]
+    second = steps.index((2, False))
+    assert steps[0] == (1, False)
+    assert steps[second - 1 : second + 2] == [(1, False), (2, False), (2, True)], "two chunks"
 
 
 class OnGpu:

@@ -64,7 +64,7 @@ def test_timing_between_steps_changes_nothing(
     overrule(monkeypatch, pair.texts)
     launch, timed = Decoding.launch, []
 
-    def interrupted(self: Decoding, live: list[Request]) -> Any:
+    def interrupted(self: Decoding, live: list[Request], **settings: Any) -> Any:
         if len(timed) < 3:
             before = state(self.workspace)
             runner = Runner(self.workspace, self.stages, alone=False)
@@ -80,7 +80,7 @@ def test_timing_between_steps_changes_nothing(
                 ours = getattr(self.workspace.requests, name)[idle]
                 assert torch.equal(ours, getattr(fresh, name)[0]), name
             timed.append(len(live))
-        return launch(self, live)
+        return launch(self, live, **settings)
 
     passes = []
     for launches in (launch, interrupted):
