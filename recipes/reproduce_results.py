@@ -84,6 +84,7 @@ def headline(folder: Path) -> Section:
         rows = [gain(gain_rows(sweeps, kind), budget) for budget in ("half", "auto")]
         about = next((row for row in rows if row), None)
         at = f"concurrency {', '.join(map(str, about['concurrencies']))}" if about else ""
+        at += ", replayed times" if about and about["source"] == "replayed" else ""
         half, auto = (
             Line(f"throughput over the DFlash control, {title}", row and row["gain"],
                  PAPER["gain_dflash"].value.get(kind), percent, at, 1, kind != "pair")
