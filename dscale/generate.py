@@ -37,12 +37,16 @@ class Attachment:
         taps = drafter.config.taps if drafter is not None else ()
         self.model: Any = model
         target = build_target(model, taps)
-        if config.pack_weights:
-            target.pack()
-            if drafter is not None:
-                drafter.pack()
-        drafter = quantized(target, drafter, config.weights)
-        self.engine = Engine(target, drafter, config, predictor, self._request)
+        try:
+            used = quantized(target, drafter, config.weights)
+            if config.pack_weights:
+                target.pack()
+                if used is not None:
+                    used.pack()
+            self.engine = Engine(target, used, config, predictor, self._request)
+        except BaseException:  # say, no memory for the copies
+            unfuse(model)
+            raise
         self.stats: Stats = self.engine.stats
         # A copy of them would not change with them.
         self._copied = config.pack_weights or config.weights != "model"
