@@ -60,7 +60,9 @@ class Times:
 
 @dataclass(slots=True)
 class Under:
-    """A step under way: who takes part and what it will commit, and when it ends."""
+    """A step under way: who takes part and what it will commit, and when it ends. `took`: what
+    the engine's clock would say of it (lanes, rows, context, milliseconds), None where it says
+    nothing."""
 
     live: list[Request]
     count_N: list[int]
@@ -68,12 +70,14 @@ class Under:
     choice: Choice | None
     score_NC: Tensor
     end: float
+    took: tuple[int, int | None, int, float] | None
 
 
 @dataclass(slots=True)
 class Replay:
     """One closed loop. `late`, `padded`: as in `dscale.decode.Decoding`, which this mirrors
-    together with `dscale.batcher.Batcher`."""
+    together with `dscale.batcher.Batcher`. Every replay is a new engine's: its policy comes to
+    know the buckets by its own steps."""
 
     case: Case
     times: Times
@@ -93,6 +97,7 @@ class Replay:
     _slots: list[int] = field(default_factory=list)
     _filling: list[Request] = field(default_factory=list)
     _live: list[Request] = field(default_factory=list)
+    _known: MeasuredCosts = field(init=False)
     _pending: Under | None = None
     _first: tuple[Sequence[Request], Sequence[Request], float] = ((), (), 0.0)
     _ended: float | None = None
@@ -100,8 +105,9 @@ class Replay:
     def __post_init__(self) -> None:
         slots = self.accepted_TS.shape[1] - 1
         self._at_S, self._slots = [0] * (slots + 1), list(range(slots))
+        self._known = MeasuredCosts(dict(self.times.steps.table))
         if self.policy is None and self.case.config.adaptive:
-            self.policy = policy_of(self.case, self.times.steps)
+            self.policy = policy_of(self.case, self._known)
 
     def run(self, requests: Sequence[Request], workers: int) -> Served:
         """Serve requests to `workers` workers; times are seconds of the replay."""
@@ -125,11 +131,13 @@ class Replay:
             request = self._waiting.popleft()
             request.slot = heapq.heappop(self._slots)
             self._filling.append(request)
-        began = self.host
+        began, filling = self.host, self._filling  # _fill makes another list
+        before = [r.prefilled for r in filling]
         ended = self._fill()
+        timed = self.late and [r.prefilled for r in filling] == before
         self.stats.prefill_seconds += (self.host - began) / 1e3
         steps, tokens = self.stats.steps, self.stats.tokens
-        ended += self._decode()
+        ended += self._decode(timed)
         advanced = self.stats.steps - steps
         if self._ended is not None and advanced:
             self.intervals.add(self.stats.tokens - tokens, (self.host - self._ended) / 1e3)
@@ -169,9 +177,9 @@ class Replay:
             self._end(request)
         return ended
 
-    def _decode(self) -> list[Request]:
+    def _decode(self, timed: bool) -> list[Request]:
         live = [r for r in self._live if r.max_new_tokens > 1]
-        under = self._launch(live) if live else None
+        under = self._launch(live, timed) if live else None
         if self.late:
             under, self._pending = self._pending, under
         ended = self._finish(under) if under is not None else []
@@ -180,8 +188,8 @@ class Replay:
         self.stats.prefill_seconds += (self.host - waited) / 1e3
         return ended
 
-    def _launch(self, live: list[Request]) -> Under:
-        count = len(live)
+    def _launch(self, live: list[Request], timed: bool) -> Under:
+        count, context = len(live), sum(r.context for r in live)
         lanes = bucket_of(count) if self.padded else count
         choice = self._choose(lanes, live)
         slots = [r.slot for r in live]
@@ -199,9 +207,10 @@ class Replay:
         rows_in_all = None if choice is None else (choice.rows if choice.draft else 0)
         cost = self.times.of_step(lanes, rows_in_all)
         self.host += self.times.launch
-        end = max(self.gpu, self.host) + cost.at(sum(r.context for r in live))
-        self.gpu = end
-        return Under(live, count_N, length_N, choice, score_NC, end)
+        milliseconds = cost.at(context)
+        end = self.gpu = max(self.gpu, self.host) + milliseconds
+        took = (lanes, rows_in_all, context, milliseconds) if timed else None
+        return Under(live, count_N, length_N, choice, score_NC, end, took)
 
     def _choose(self, lanes: int, live: list[Request]) -> Choice | None:
         if self.policy is None:
@@ -233,6 +242,8 @@ class Replay:
         self.host = max(self.host, under.end) + self.times.finish
         self.stats.steps += any(under.count_N)
         part = [i for i, count in enumerate(under.count_N) if count]
+        if part and under.took is not None:
+            self._known.observe(*under.took)
         if under.choice is not None and under.choice.draft and part and self.policy is not None:
             for at in part:
                 under.live[at].scores = under.score_NC[at].numpy()

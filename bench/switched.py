@@ -139,11 +139,11 @@ class TimedBatcher(Batcher):
     intervals: Intervals = field(default_factory=Intervals)
     _ended: float | None = None
 
-    def _fill(self) -> None:
-        before = self.core.stats.prompt_tokens
-        Batcher._fill(self)
-        if self.core.stats.prompt_tokens != before:
+    def _fill(self) -> bool:
+        filled = Batcher._fill(self)
+        if filled:
             self._ended = None
+        return filled
 
     def _decode(self, timed: bool) -> None:
         stats = self.core.stats

@@ -173,18 +173,26 @@ class Drafter(nn.Module):
         weight, scale = self.head
         return linear(hidden_RD, weight, None, self.turn, scale)
 
+    def shared(self) -> Drafter:
+        """A drafter over the same weights, with nothing beside them yet: for one engine, so that
+        what it adds to them is no other's, and goes with it."""
+        made = copy.copy(self)
+        made._modules, made.turn = dict(self._modules), None
+        made.head = made.context = None
+        made.layers = nn.ModuleList(map(copy.copy, self.layers))
+        for own, _ in made.projections():
+            own.aids, own.quantized, own.scales = {}, {}, {}
+        return made
+
     def quantized(self, head: Tensor) -> Drafter:
         """A drafter over the same weights that reads copies in 8-bit floats of its layers'
         projections and, for the logits of its drafts, of the target's LM head `[V, D]`.
 
         `fc` stays as it is: it reads the target's residual stream, whose few huge entries would
         leave the others of a row no digits."""
-        made = copy.copy(self)
-        made._modules, made.turn = dict(self._modules), None
-        made.layers = nn.ModuleList(map(copy.copy, self.layers))
+        made = self.shared()
         with torch.no_grad():
             for own, projections in made.projections():
-                own.aids, own.quantized, own.scales = {}, {}, {}
                 for name, weight in projections.items():
                     own.quantized[name], own.scales[name] = quantize(weight)
             width = self.config.num_heads * self.config.head_dim

@@ -21,9 +21,11 @@ CAPABILITY = (8, 9)
 """Of the first GPUs whose tensor cores multiply them."""
 
 
-def check_quantizable(device: torch.device, dtype: torch.dtype, sizes: Iterable[int] = ()) -> None:
+def check_quantizable(
+    device: torch.device, dtype: torch.dtype, sizes: Iterable[int] = (), wanted: str = "fp8"
+) -> None:
     """Raise ValueError unless a model of this device and dtype can have such projections. `sizes`:
-    all N and K, multiples of 16 on a GPU. On a CPU any model can."""
+    all N and K, multiples of 16 on a GPU. On a CPU any model can. `wanted`: the setting."""
     if device.type == "cpu":
         return
     found = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
@@ -31,16 +33,16 @@ def check_quantizable(device: torch.device, dtype: torch.dtype, sizes: Iterable[
         name = device.type if found is None else f"capability {found[0]}.{found[1]}"
         raise ValueError(
             f"weights: expected 'model' on a device without tensor cores for 8-bit floats (NVIDIA "
-            f"GPUs of capability {CAPABILITY[0]}.{CAPABILITY[1]} or more have them), got 'fp8' on "
-            f"{name}"
+            f"GPUs of capability {CAPABILITY[0]}.{CAPABILITY[1]} or more have them), got "
+            f"{wanted!r} on {name}"
         )
     if dtype != torch.bfloat16:
-        raise ValueError(f"weights: expected 'model' for a {dtype} model on a GPU, got 'fp8'")
+        raise ValueError(f"weights: expected 'model' for a {dtype} model on a GPU, got {wanted!r}")
     odd = [size for size in sizes if size % 16]
     if odd:
         raise ValueError(
             f"weights: expected 'model' for projections of {odd[0]} numbers, not a multiple of "
-            "16, got 'fp8'"
+            f"16, got {wanted!r}"
         )
 
 

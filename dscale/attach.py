@@ -88,7 +88,8 @@ def attach(
     loaded = None if drafter is None else drafter_for(model, drafter, shape)
     if weights != "model":
         drafts = () if loaded is None else (shape.vocab_size, *sizes_of(loaded.config))
-        check_quantizable(model.device, model.dtype, (*sizes_of(shape), *drafts))
+        sizes = (*sizes_of(shape), *drafts)
+        check_quantizable(model.device, model.dtype, sizes, weights)
     scores = None
     if predictor is not None and loaded is not None:
         scores = load_predictor(predictor, loaded.config, loaded.fingerprint, model.device)

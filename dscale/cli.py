@@ -162,7 +162,7 @@ def bench(
     for name in ("generate()", "ar", "default"):
         used = drafter if name == "default" else "none"
         how = (model, used, None, None, dtype)
-        kept = "model" if used == "none" and weights == "fp8-draft" else weights
+        kept = "model" if name != "default" and weights == "fp8-draft" else weights
         with attached(*how, weights=kept) as (loaded, tokenizer, spec):
             name = spec.engine.config.mode if name == "default" else name
             if name == "generate()":

@@ -37,19 +37,27 @@ class Attachment:
         taps = drafter.config.taps if drafter is not None else ()
         self.model: Any = model
         target = build_target(model, taps)
-        if config.pack_weights:
-            target.pack()
-            if drafter is not None:
-                drafter.pack()
-        drafter = quantized(target, drafter, config.weights)
-        self.engine = Engine(target, drafter, config, predictor, self._request)
+        try:
+            used = quantized(target, drafter, config.weights)
+            if config.pack_weights:
+                target.pack()
+                if used is not None:
+                    used.pack()
+            self.engine = Engine(target, used, config, predictor, self._request)
+        except BaseException:  # say, no memory for the copies
+            unfuse(model)
+            raise
         self.stats: Stats = self.engine.stats
         # A copy of them would not change with them.
         self._copied = config.pack_weights or config.weights != "model"
         self._weights = _weights(model, self._copied)
-        self._written = Weights(target) if self._copied else None
-        if self._written is not None:
-            self._written.same()
+        self._written = {"model": Weights(target)}
+        if used is not None:
+            self._written["drafter"] = Weights(used)
+        self._stale: str | None = None
+        if self._copied:
+            self._look()
+            self._stale = None
         self._replaced = model.__dict__.get("generate")
         model.__dict__["generate"] = _Generate(self)
         model.__dict__["_dscale"] = self
@@ -133,18 +141,25 @@ class Attachment:
             self.model, inputs, generation_config, custom_generate=made, **kwargs
         )
 
+    def _look(self) -> None:
+        """Note whose weights were written to since the last look: for good, as their copies stay
+        as they are."""
+        for name, written in self._written.items():
+            if not written.same():
+                self._stale = self._stale or name
+
     def _check_weights(self) -> None:
-        same = _weights(self.model, self._copied) == self._weights
-        if same and self._written is not None and not self._written.same():
-            self._weights, same = [], False  # for good: the copies stay as they are
-        if not same:
+        if self._copied:
+            self._look()
+        stale = self._stale if _weights(self.model, self._copied) == self._weights else "model"
+        if stale is not None:
             config = self.engine.config
             setting = "pack_weights" if config.pack_weights else f"weights={config.weights!r}"
             which = "moved or replaced" + (
                 f" or, with {setting}, written to" if self._copied else ""
             )
             raise ValueError(
-                f"model: its weights were {which} after attach; detach and attach again"
+                f"{stale}: its weights were {which} after attach; detach and attach again"
             )
 
     def __enter__(self) -> Attachment:

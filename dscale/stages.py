@@ -99,12 +99,12 @@ def build_stages(
 
 def quantized(target: Target, drafter: Drafter | None, weights: Numbers) -> Drafter | None:
     """Let a target, which is not used otherwise, read the weights that a setting names; returns
-    the drafter that does, which may be used otherwise, too."""
+    a drafter that does, over those of one that may be used otherwise, too."""
     if weights == "fp8":
         target.quantize()
-    if weights == "model" or drafter is None:
-        return drafter
-    return drafter.quantized(target.head)
+    if drafter is None:
+        return None
+    return drafter.shared() if weights == "model" else drafter.quantized(target.head)
 
 
 def check_numbers(target: Target, drafter: Drafter | None, weights: Numbers) -> None:
@@ -120,7 +120,7 @@ def check_numbers(target: Target, drafter: Drafter | None, weights: Numbers) -> 
 
 def split_products(target: Target, drafter: Drafter | None) -> None:
     """Let each take turns at the products that kernels/linear_plans splits, in a buffer of its
-    own: a drafter may serve several engines, whose threads do not wait for one another."""
+    own. An engine has both for itself: the threads of several do not wait for one another."""
     for model in (target, drafter):
         if model is not None and model.turn is None:
             model.split(turns(target.inv_freq.device))

@@ -20,7 +20,7 @@ class Weights:
         self._modules = [module for module in modules if module is not None]
         self._tensors: list[Tensor] = []
         self._samples: list[Tensor] = []
-        self._known: list[object] | None = None
+        self._known: tuple[list[int], bytes] | None = None
 
     def same(self) -> bool:
         """Whether nothing was written since the last call; False at the first one."""
@@ -30,7 +30,9 @@ class Weights:
             ]
             self._samples = [_sample(tensor) for tensor in self._tensors]
         counts = [0 if t.is_inference() else t._version for t in self._tensors]
-        known, self._known = self._known, [*counts, *torch.cat(self._samples).tolist()]
+        # By their bits: a NaN is not equal to itself.
+        samples = torch.cat(self._samples).view(torch.uint8).cpu().numpy().tobytes()
+        known, self._known = self._known, (counts, samples)
         return known == self._known
 
 

@@ -16,6 +16,8 @@ from torch import nn
 import dscale
 from dscale import Attachment
 from dscale.compiled.drafter import Drafter
+from dscale.compiled.layer import PROJECTIONS
+from dscale.stages import split_products
 
 IDS = torch.tensor([prompt(9)])
 NEW = 20
@@ -207,3 +209,41 @@ def test_a_call_from_within_a_streamer(spec: Attachment, want: torch.Tensor) -> 
 
     assert torch.equal(spec.model.generate(IDS, max_new_tokens=NEW, streamer=Nested()), want)
     assert [torch.equal(out, want) for out in Nested.outs] == [True]
+
+
+def test_a_drafter_that_is_handed_in_stays_as_it_is(drafter: Drafter, want: torch.Tensor) -> None:
+    """What an engine keeps beside its weights goes with the engine, and is no other engine's."""
+    models = [tiny_model(), tiny_model()]
+    with dscale.attach(models[0], drafter, pack_weights=True) as packed:
+        with dscale.attach(models[1], drafter) as other:
+            for model in models:
+                assert torch.equal(model.generate(IDS, max_new_tokens=NEW), want)
+            used = [spec.engine.drafter for spec in (packed, other)]
+            assert used[0] is not None
+            assert used[1] is not None
+            split_products(other.engine.target, used[1])
+            assert [set(each.weights(0).aids) for each in used] == [set(PROJECTIONS), set()]
+            assert used[1].turn is not None
+            assert used[0].turn is None
+    assert not drafter.weights(0).aids
+    assert drafter.turn is None
+
+
+@pytest.mark.parametrize("settings", [{"pack_weights": True}, {"weights": "fp8-draft"}], ids=str)
+def test_no_memory_for_copies(
+    settings: Any, drafter: Drafter, want: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: Any) -> Any:
+        raise torch.OutOfMemoryError("full")
+
+    model = tiny_model()
+    with monkeypatch.context() as patch:
+        patch.setattr("dscale.compiled.drafter.pack", full)
+        patch.setattr("dscale.compiled.drafter.quantize", full)
+        with pytest.raises(torch.OutOfMemoryError, match="full"):
+            dscale.attach(model, drafter, **settings)
+    assert "generate" not in vars(model)
+    for parameter in model.parameters():
+        assert parameter.untyped_storage().nbytes() == parameter.nbytes
+    with dscale.attach(model, drafter, **settings):
+        assert torch.equal(model.generate(IDS, max_new_tokens=NEW), want)

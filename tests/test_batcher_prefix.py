@@ -15,6 +15,7 @@ from dscale.compiled.drafter import Drafter
 from dscale.compiled.kv import PAGE
 from dscale.pages import PageAllocator, page_keys
 from dscale.request import Request
+from dscale.weights import Weights
 
 MODES = ["ar", "dflash", "+tiles", "+budget", "dscale"]
 HEAD = prompt(1000)
@@ -141,6 +142,21 @@ def test_written_weights_end_it(how: str, attach: Attach) -> None:
     assert spec.stats.prefix_hits == 7 * PAGE
     want = plain(spec.model, torch.tensor([HEAD]), max_new_tokens=12)[0, 1000:]
     assert changed.tokens == want.tolist()
+
+
+def test_a_weight_that_is_no_number_is_no_change() -> None:
+    model = tiny_model()
+    embedding = model.model.embed_tokens.weight
+    embedding.data[0, 0] = torch.nan
+    known = Weights(model)
+    assert [known.same() for _ in range(3)] == [False, True, True]
+    embedding.data[0, 0] = 1.0
+    assert [known.same() for _ in range(2)] == [False, True]
+    with dscale.attach(model, mode="ar") as spec:
+        embedding.data[0, 0] = torch.nan
+        for _ in range(2):
+            run(spec, [request([token or 1 for token in HEAD])])
+        assert spec.stats.prefix_hits == 7 * PAGE
 
 
 def test_pages_make_room_for_what_needs_them(attach: Attach) -> None:

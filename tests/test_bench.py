@@ -4,6 +4,7 @@ and the replay takes the engine's own steps."""
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from bench.step_cases import CASES, Case
 from bench.switched import SharedCore, SwitchedEngine
 from dscale.compiled.sampling import Chooser
 from dscale.config import EngineConfig
+from dscale.decode import Decoding, Launch
 from dscale.policy import Cost
 from dscale.request import Request
 from dscale.results import Results
@@ -135,6 +137,58 @@ def test_the_replay_takes_the_engine_s_steps(
     assert row["steps"] * 1.0 < 1e3 * row["window_s"] < row["steps"] * 3.0
     if late:
         assert loop.gpu > 0
+
+
+def steps_say_what_they_took(monkeypatch: pytest.MonkeyPatch, times: Times) -> None:
+    """Steps on the CPU are late as captured ones are, and take what the replay's do."""
+
+    def tell(self: Decoding, launch: Launch) -> None:
+        choice = launch.choice
+        rows = None if choice is None else choice.rows if choice.draft else 0
+        if self.times is not None and launch.results.began is not None:
+            took = times.of_step(launch.lanes, rows).at(launch.context)
+            self.times.observe(launch.lanes, rows, launch.context, took)
+
+    def of(result_NX: torch.Tensor, *, late: bool, began: Any = None) -> Results:
+        return Results(result_NX.clone(), None, began)
+
+    monkeypatch.setattr(SharedCore, "captured", property(lambda core: True))
+    monkeypatch.setattr(SharedCore, "captures_prompts", False)
+    monkeypatch.setattr(switched, "capture", lambda stage: stage)
+    monkeypatch.setattr("dscale.core.capture_buckets", lambda *a, **k: None)
+    monkeypatch.setattr("dscale.decode.mark", lambda device: True)
+    monkeypatch.setattr(Results, "of", of)
+    monkeypatch.setattr(Decoding, "_observe", tell)
+
+
+def test_the_replay_comes_to_know_buckets_as_the_engine_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Widths so alike that what is little known is tried: the same ones, as often. Steps behind a
+    prompt count in neither."""
+    case, draws = CASES["dscale-auto"], draw(SETTINGS["paper"], 64, 5)
+    costs: dict[tuple[int, int | None], Cost] = {
+        (n, k * n): Cost(1.0 + 0.12 * k) for n in range(1, WORKERS + 1) for k in range(17)
+    }
+    times = flat_times(costs)
+    steps_say_what_they_took(monkeypatch, times)
+    engine = engine_of(Trace(*draws, CPU))
+    try:
+        engine.use(case, ROOM)
+        known = engine.core._costs[Chooser()]
+        known.table.update(costs)
+        sent = requests(40)
+        closed_loop(engine.submit, sent, WORKERS)
+    finally:
+        engine.close()
+    loop = Replay(case, times, *draws, padded=False)
+    replayed = requests(40)
+    loop.run(replayed, WORKERS)
+    assert [r.progress for r in replayed] == [r.progress for r in sent]
+    assert loop._known.observed == known.observed
+    assert len(known.observed) > 4, "some were tried"
+    assert known.observed.total() < loop.stats.steps - 30, "as many had a prompt before them"
+    assert times.steps.observed.total() == 0, "times of other replays, too"
 
 
 @pytest.mark.parametrize("name", ["ar", "dflash", "dscale-half", "dscale-auto"])

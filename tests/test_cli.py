@@ -131,6 +131,8 @@ def test_bench(run: Any) -> None:
     assert all("tokens/s" in line and "tokens per pass" in line for line in lines)
     for option in ("--max-new-tokens", "--repeats", "--requests"):
         assert option in run("bench", option, "0", code=2).stderr
+    nothing = ("--drafter", "none", "--weights", "fp8-draft", "--max-new-tokens", "1")
+    assert "error: weights: expected" in run("bench", *nothing, code=2).stderr
 
 
 def test_what_is_left_open(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,8 +43,8 @@ def drafts(
     steps: Steps = []
     launch = Decoding.launch
 
-    def watched(self: Decoding, live: list[Request]) -> Launch:
-        launched = launch(self, live)
+    def watched(self: Decoding, live: list[Request], *, timed: bool = True) -> Launch:
+        launched = launch(self, live, timed=timed)
         lanes = bucket_of(len(live)) if self.padded else len(live)
         candidates = self.workspace.step(lanes).candidate_NC[: len(live)].cpu().clone()
         assert self.workspace.draft_pool is not None

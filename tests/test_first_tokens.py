@@ -37,9 +37,9 @@ def late(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     order = []
     launch, finish = Decoding.launch, FirstTokens.finish
 
-    def launched(self: Decoding, live: list[Request]) -> Launch:
+    def launched(self: Decoding, live: list[Request], *, timed: bool = True) -> Launch:
         order.append(f"step {len(live)}")
-        return launch(self, live)
+        return launch(self, live, timed=timed)
 
     def finished(self: FirstTokens) -> list[Request]:
         order.append(f"first {len(self.requests)}")

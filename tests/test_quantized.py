@@ -163,6 +163,23 @@ def test_changed_weights_are_refused_for_good(
         model.generate(IDS, max_new_tokens=2)
 
 
+def test_a_drafter_that_changes_is_refused_for_good(tmp_path: Path) -> None:
+    """Else some of its weights would be new, and those copied old."""
+    drafter = tiny_drafter(tmp_path, tiny_model())
+    model, other = tiny_model(), tiny_model()
+    want = plain(tiny_model(), IDS, max_new_tokens=NEW)
+    with dscale.attach(model, drafter, weights="fp8-draft"), dscale.attach(other, drafter):
+        model.generate(IDS, max_new_tokens=2)
+        with torch.no_grad():
+            drafter.weights(0).down.mul_(2)
+        for _ in range(2):
+            with pytest.raises(ValueError, match=r"^drafter: its weights .* weights='fp8-draft'"):
+                model.generate(IDS, max_new_tokens=2)
+        assert torch.equal(other.generate(IDS, max_new_tokens=NEW), want)
+    with dscale.attach(model, drafter, weights="fp8-draft"):
+        assert torch.equal(model.generate(IDS, max_new_tokens=NEW), want)
+
+
 def test_refusals(drafter: Drafter) -> None:
     model = tiny_model()
     for wrong in ("int8", None, True):
@@ -214,8 +231,8 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
                 check_quantizable(torch.device("cuda:0"), bf16, (32, 16))
     with pytest.raises(ValueError, match=r"^weights: .* torch\.float32 model on a GPU"):
         check_quantizable(torch.device("cuda:0"), torch.float32)
-    with pytest.raises(ValueError, match=r"^weights: .* of 40 numbers"):
-        check_quantizable(torch.device("cuda:0"), bf16, (32, 40))
+    with pytest.raises(ValueError, match=r"^weights: .* of 40 numbers.* got 'fp8-draft'$"):
+        check_quantizable(torch.device("cuda:0"), bf16, (32, 40), "fp8-draft")
 
 
 def pair_for_8_bits(folder: Path, device: str = "cuda") -> Pair:
