@@ -255,6 +255,9 @@ def main() -> None:
         kernels = {kernel(p): p for found in plans.values() for p in found}
         works = compile_all(list(kernels.values()), device, dtype)
         plans = {c: [p for p in plans[c] if kernels[kernel(p)] in works] for c in cases}
+        for case in (c for c in cases if not plans[c]):
+            print(f"{case}: no tiles of it compile here", flush=True)
+        cases = [case for case in cases if plans[case]]
     for case in tqdm(cases, desc="products", unit="product"):
         row = best(*case, plans[case], device, dtype)
         if args.again and (before := old[case]) is not None:

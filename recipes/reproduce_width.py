@@ -68,14 +68,16 @@ def of_width(row: Row, full: Row) -> Row:
 
 def series_of(rows: Rows) -> list[tuple[str, Rows]]:
     """The rows of every cell, with a name."""
-    keys = dict.fromkeys((row["model"], row["set"], row["acceptance"]) for row in rows)
+    names = ("model", "set", "acceptance", "concurrency", "commit")
+    keys = dict.fromkeys(tuple(row[name] for name in names) for row in rows)
     return [
         (
             f"{model}, {SET_NAMES.get(name, name)}"
             + (", simulated" if acceptance == "simulated" else ""),
-            where(rows, model=model, set=name, acceptance=acceptance),
+            where(rows, **dict(zip(names, key, strict=True))),
         )
-        for model, name, acceptance in keys
+        for key in keys
+        for model, name, acceptance in [key[:3]]
     ]
 
 
