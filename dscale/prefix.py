@@ -61,7 +61,8 @@ class PagePool:
         for request in found:
             self.stats.prefix_hits -= request.prefilled
             self.allocator.give_back(request.pages)
-            assert self.reserve(request, [])  # needs no more than it had
+            reserved = self.reserve(request, [])
+            assert reserved, "a request needs no more pages than it had"
         return found
 
     def share(self, request: Request, text: list[int]) -> None:
