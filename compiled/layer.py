@@ -182,8 +182,7 @@ def _arguments(
     if counts and isinstance(seen, BlockTables):
         seen = SharedTables(seen, *counts)
     packed = Shared(cos, sin, Rows(*rest[:5]), Paging(*rest[5:8]), seen)
-    w: Any = Weights(*weights)  # type: ignore[arg-type]
-    return x, branch, packed, w, (key_pool, value_pool), eps, Form(*form)
+    return x, branch, packed, Weights._make(weights), (key_pool, value_pool), eps, Form(*form)
 
 
 def run_compiled(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, TypeGuard, get_args
 
 from dscale.compiled.attention import PREFILL_TILE, VERIFY_TILE
 from dscale.kernels.ops import MAX_LANES
@@ -69,7 +69,7 @@ class EngineConfig:
         if self.mode not in get_args(Mode):
             raise ValueError(f"mode: expected one of {get_args(Mode)}, got {self.mode!r}")
         words = ("half", "auto") if self.adaptive else ()
-        in_range = _is_int(self.budget) and 1 <= self.budget <= VERIFY_TILE  # type: ignore[operator]
+        in_range = is_int(self.budget) and 1 <= self.budget <= VERIFY_TILE
         if self.budget is not None and self.budget not in words and not in_range:
             expected = " or ".join(map(repr, (None, *words)))
             raise ValueError(
@@ -79,15 +79,15 @@ class EngineConfig:
         if self.budget_seed not in SEEDS:
             raise ValueError(f"budget_seed: expected one of {SEEDS}, got {self.budget_seed!r}")
         chunk, pool = self.prefill_chunk, self.pool_tokens
-        if not _is_int(chunk) or chunk < 1 or chunk % PREFILL_TILE:
+        if not is_int(chunk) or chunk < 1 or chunk % PREFILL_TILE:
             raise ValueError(
                 f"prefill_chunk: expected a positive multiple of {PREFILL_TILE}, got {chunk!r}"
             )
-        if pool is not None and (not _is_int(pool) or pool < 1):
+        if pool is not None and (not is_int(pool) or pool < 1):
             raise ValueError(f"pool_tokens: expected None or a positive number, got {pool!r}")
         most = self.max_concurrency
         if most is not None and (
-            not _is_int(most) or most < 1 or (self.adaptive and most > MAX_LANES)
+            not is_int(most) or most < 1 or (self.adaptive and most > MAX_LANES)
         ):
             limit = f" up to {MAX_LANES}" if self.adaptive else ""
             raise ValueError(
@@ -113,7 +113,7 @@ class EngineConfig:
 
     @property
     def concurrency(self) -> int:
-        """Requests that may run at once: a decode step has at most MAX_LANES lanes."""
+        """Requests that may run at once: by default as many lanes as an adaptive step can have."""
         return self.max_concurrency or MAX_LANES
 
     @property
@@ -143,5 +143,6 @@ class EngineConfig:
         return min(width, block_size)
 
 
-def _is_int(value: object) -> bool:
+def is_int(value: object) -> TypeGuard[int]:
+    """Whether a setting is an integer; True and False are not."""
     return isinstance(value, int) and not isinstance(value, bool)

@@ -14,6 +14,8 @@ from dscale.compiled.target import Target, TargetConfig
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")
+"""Kinds of rotary embedding whose frequencies do not change with the length of a text."""
+
 FUSED = (("self_attn", ("q_proj", "k_proj", "v_proj")), ("mlp", ("gate_proj", "up_proj")))
 
 
