@@ -15,7 +15,7 @@ from dscale.compiled.drafter import Drafter, DrafterConfig
 from dscale.compiled.packed import check_packable
 from dscale.compiled.quantized import check_quantizable
 from dscale.compiled.target import TargetConfig
-from dscale.config import Budget, EngineConfig, Mode, Numbers
+from dscale.config import Budget, EngineConfig, Mode, WeightFormat
 from dscale.drafter_config import check_fit
 from dscale.drafter_files import load_drafter
 from dscale.generate import Attachment
@@ -39,7 +39,7 @@ def attach(
     capture: bool | None = None,
     compile_prefill: bool | None = None,
     prefix_cache: bool = True,
-    weights: Numbers = "model",
+    weights: WeightFormat = "model",
 ) -> Attachment:
     """Replace `model.generate` by DScale's, sharing the model's weights (no second copy but with
     `pack_weights` or 8-bit `weights`).
@@ -124,7 +124,7 @@ def generate(
     inputs: Tensor | None = None,
     *,
     drafter: str | Path | Drafter | None = None,
-    weights: Numbers | None = None,
+    weights: WeightFormat | None = None,
     **kwargs: Any,
 ) -> Tensor | GenerateDecoderOnlyOutput:
     """One `generate` call on DScale: through the model's attachment, or through one made for this

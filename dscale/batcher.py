@@ -23,7 +23,7 @@ from dscale.prefix import PagePool
 from dscale.request import FinishReason, Request, finish_reason
 from dscale.results import FirstTokens
 from dscale.sizing import explained
-from dscale.weights import Weights
+from dscale.weights import WeightWatch
 from dscale.workspace import bucket_of
 
 
@@ -52,7 +52,7 @@ class Batcher:
 
     def __post_init__(self) -> None:
         core = self.core
-        weights = Weights(core.target, core.drafter)
+        weights = WeightWatch(core.target, core.drafter)
         self.pages = PagePool(core.config.prefix_cache, weights, core.stats)
 
     @property

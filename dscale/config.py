@@ -11,8 +11,8 @@ from dscale.kernels.reference_rows import SEEDS
 
 Budget = int | Literal["half", "auto"] | None
 
-Numbers = Literal["model", "fp8-draft", "fp8"]
-"""Which weights are read in 8-bit floats: none, those of drafts, or the target's layers', too."""
+WeightFormat = Literal["model", "fp8-draft", "fp8"]
+"""Which projections are read as 8-bit floats: none, the drafts', or the target layers' as well."""
 
 Mode = Literal["ar", "dflash", "+tiles", "+budget", "dscale"]
 
@@ -63,7 +63,7 @@ class EngineConfig:
     capture: bool | None = None
     compile_prefill: bool | None = None
     prefix_cache: bool = True
-    weights: Numbers = "model"
+    weights: WeightFormat = "model"
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):
@@ -100,8 +100,9 @@ class EngineConfig:
             if not (getattr(self, name) is None or isinstance(getattr(self, name), bool)):
                 value = getattr(self, name)
                 raise ValueError(f"{name}: expected None, True or False, got {value!r}")
-        if self.weights not in get_args(Numbers):
-            raise ValueError(f"weights: expected one of {get_args(Numbers)}, got {self.weights!r}")
+        if self.weights not in get_args(WeightFormat):
+            formats = get_args(WeightFormat)
+            raise ValueError(f"weights: expected one of {formats}, got {self.weights!r}")
         if self.mode == "ar" and self.weights == "fp8-draft":
             raise ValueError("weights: expected 'model' or 'fp8' in mode 'ar', got 'fp8-draft'")
         if self.pack_weights and self.weights != "model":

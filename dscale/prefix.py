@@ -9,7 +9,7 @@ from dscale.compiled.kv import PAGE
 from dscale.pages import PageAllocator, page_keys
 from dscale.request import Request
 from dscale.stats import Stats
-from dscale.weights import Weights
+from dscale.weights import WeightWatch
 
 
 @dataclass(slots=True)
@@ -18,7 +18,7 @@ class PagePool:
     in both caches are found by later prompts that begin alike."""
 
     sharing: bool
-    weights: Weights
+    weights: WeightWatch
     stats: Stats
     allocator: PageAllocator = field(default_factory=lambda: PageAllocator(1))
     _looked: bool = False
