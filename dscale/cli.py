@@ -85,7 +85,7 @@ def generate(
             ids = torch.tensor([encode(tokenizer, text, raw)], device=loaded.device)
             streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
             before, began = (spec.stats.tokens, spec.stats.passes), time.perf_counter()
-            with told():
+            with errors_as_messages():
                 out = loaded.generate(
                     ids,
                     attention_mask=torch.ones_like(ids),
@@ -117,7 +117,7 @@ def batch(
 ) -> None:
     """Answer a file of prompts, many at a time; one JSON line each, in the order they finish.
     Exits with 1 if requests failed: their lines have an error."""
-    with told():
+    with errors_as_messages():
         check_target(source, target)
         rows = read_prompts(source) if str(source) != "-" else stdin_rows()
     how = (model, drafter, mode, budget, dtype, predictor)
@@ -211,7 +211,7 @@ def attached(
 ) -> Iterator[tuple[Any, Any, dscale.Attachment]]:
     """The loaded model, its tokenizer and the attachment."""
     kind = dtype or ("bfloat16" if torch.cuda.is_available() else "float32")
-    with told():
+    with errors_as_messages():
         found = getattr(torch, kind, None)
         if not isinstance(found, torch.dtype) or not found.is_floating_point:
             raise ValueError(f"dtype: expected a floating-point type of torch, got {kind!r}")
@@ -226,7 +226,7 @@ def attached(
 
 
 @contextmanager
-def told() -> Iterator[None]:
+def errors_as_messages() -> Iterator[None]:
     """End the command with the message of an error, without its traceback."""
     try:
         yield

@@ -150,7 +150,7 @@ def run_stages(
         return
     decide = stages.decide if choice.draft else stages.anchors
     assert decide is not None
-    workspace.make_room(step, choice.rows, choice.average)
+    workspace.set_room(step, choice.rows, choice.average)
     packed = workspace.packed(lanes, lanes * VERIFY_TILE)
     if stages.host_lengths and choice.draft:
         decide(requests, step)

@@ -222,10 +222,10 @@ def test_a_drafter_that_is_handed_in_stays_as_it_is(drafter: Drafter, want: torc
             assert used[0] is not None
             assert used[1] is not None
             split_products(other.engine.target, used[1])
-            assert [set(each.weights(0).aids) for each in used] == [set(PROJECTIONS), set()]
+            assert [set(each.layer(0).aids) for each in used] == [set(PROJECTIONS), set()]
             assert used[1].turn is not None
             assert used[0].turn is None
-    assert not drafter.weights(0).aids
+    assert not drafter.layer(0).aids
     assert drafter.turn is None
 
 

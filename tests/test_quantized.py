@@ -85,11 +85,11 @@ def test_eight_bit_drafts_change_no_answer(budget: Any, drafter: Drafter) -> Non
         used, target = spec.engine.drafter, spec.engine.target
         assert used is not None
         assert not target.is_quantized
-        assert set(used.weights(0).scales) == set(PROJECTIONS)
+        assert set(used.layer(0).scales) == set(PROJECTIONS)
     # The drafter itself may serve others, in its own dtype.
     assert drafter.head is drafter.context is None
-    assert not drafter.weights(0).quantized
-    assert used.weights(0).down is drafter.weights(0).down
+    assert not drafter.layer(0).quantized
+    assert used.layer(0).down is drafter.layer(0).down
 
 
 def test_eight_bit_drafts_are_nearly_the_same(drafter: Drafter) -> None:
@@ -171,7 +171,7 @@ def test_a_drafter_that_changes_is_refused_for_good(tmp_path: Path) -> None:
     with dscale.attach(model, drafter, weights="fp8-draft"), dscale.attach(other, drafter):
         model.generate(IDS, max_new_tokens=2)
         with torch.no_grad():
-            drafter.weights(0).down.mul_(2)
+            drafter.layer(0).down.mul_(2)
         for _ in range(2):
             with pytest.raises(ValueError, match=r"^drafter: its weights .* weights='fp8-draft'"):
                 model.generate(IDS, max_new_tokens=2)
