@@ -22,8 +22,9 @@ from dscale.workspace import Workspace, bucket_of
 
 @dataclass(slots=True)
 class Launch:
-    """A step under way: its live requests, how many rows it verifies, and what comes of it; its
-    lanes, and its requests' committed tokens as the host knew them."""
+    """A step under way. `live`: the requests of its first lanes, in order; `choice`: its rows,
+    None where they are uniform; `lanes`: how many, idle ones included; `context`: committed tokens
+    of its requests together, as the host knew them."""
 
     live: list[Request]
     choice: Choice | None
@@ -51,7 +52,7 @@ class Decoding:
     times: Observer | None = None
 
     def launch(self, live: list[Request], *, timed: bool = True) -> Launch:
-        """Start one step of placed requests. `timed`: its time, too, is told to `times`."""
+        """Start one step of placed requests. `timed`: `times` shall hear how long it took."""
         lanes = bucket_of(len(live)) if self.padded else len(live)
         idle = self.workspace.max_requests
         context = sum(r.context for r in live)
@@ -99,7 +100,7 @@ class Decoding:
         ended = []
         for request, row, count in zip(launch.live, result_NX, counts, strict=True):
             if request.finished or not (count or row[FAILED]):
-                continue  # its late step, or cancelled meanwhile
+                continue  # it ended in the step before, or was cancelled meanwhile
             if row[FAILED]:
                 request.error = not_finite(request.context)
             if count == 0:

@@ -30,8 +30,8 @@ from dscale.stages import check_weights
 from dscale.stats import Stats
 from dscale.worker import Worker
 
-OnTokens = Callable[[int, list[int]], None]
-
+OnTokens = Callable[[int, list[int]], None]  # a request's index, and its new tokens
+# A request from a prompt, its config, its seed and what overrides the config.
 Prepare = Callable[[list[int], GenerationConfig | None, int | None, dict[str, Any]], Request]
 
 

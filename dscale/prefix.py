@@ -21,7 +21,7 @@ class PagePool:
     weights: WeightWatch
     stats: Stats
     allocator: PageAllocator = field(default_factory=lambda: PageAllocator(1))
-    _looked: bool = False
+    _looked: bool = False  # at the weights, since requests have been running
 
     def reset(self, num_pages: int) -> None:
         """Begin anew with a pool of so many pages, all free."""
@@ -55,8 +55,8 @@ class PagePool:
         return True
 
     def follow(self, filling: list[Request]) -> list[Request]:
-        """Give those whose leader has got its prompt done, or has gone, the pages it shared;
-        returns them, to be placed again."""
+        """Give requests whose leader has prefilled its prompt, or has ended, the pages that are
+        shared by now; returns them, to be placed again."""
         found = [r for r in filling if r.leader is not None and r.leader not in filling]
         for request in found:
             self.stats.prefix_hits -= request.prefilled
