@@ -57,7 +57,8 @@ class DrafterConfig:
 
 
 class DrafterLayer(nn.Module):
-    """Weights of one layer, but for its query, key and value projections: see `Drafter.qkv`."""
+    """Weights of one layer, but for its query, key and value projections: see `Drafter.qkv`.
+    `aids`, `quantized` and `scales` are as a target's layer has them."""
 
     input_norm: nn.Parameter
     post_norm: nn.Parameter
@@ -86,6 +87,10 @@ class Drafter(nn.Module):
     `qkv` is `[T, (H + 2K) * E, D]`, query rows first. Its key and value rows are also the
     projection of the context, for all layers in one batched product, so neither use needs a second
     copy.
+
+    Beside the weights, None where not asked for: `turn`, for split products (see `packed.turns`);
+    `head` and `context`, 8-bit copies with their scales of the target's LM head and of all layers'
+    key and value rows.
     """
 
     inv_freq: Tensor

@@ -2,7 +2,10 @@
 
 Shapes: S request slots (the last one is the idle slot, never live), N lanes of this step, W = 16
 block and tile rows, C = W - 1 candidates, M packed rows, L logical pages, P physical pages, Z stop
-ids, K recent passes, T rows per lane of a uniform step, R = N * T, V vocabulary."""
+ids, K recent passes, T rows per lane of a uniform step, R = N * T, V vocabulary.
+
+Two things are called a slot: a request's place in `Requests` (`slot_N`), and a token's place in
+the pools (kv.py; the `slot_R` and `slot_M` of rows)."""
 
 from __future__ import annotations
 

@@ -43,7 +43,9 @@ class TargetConfig:
 
 
 class Layer(nn.Module):
-    """One pre-norm decoder layer; query, key and value are fused, so are gate and up."""
+    """One pre-norm decoder layer; query, key and value are fused, so are gate and up. By
+    projection: `aids` for faster products (see `packed.linear`), `quantized` copies and their
+    `scales`; none at first."""
 
     def __init__(self, tensors: dict[str, Tensor | None]) -> None:
         super().__init__()

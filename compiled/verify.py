@@ -65,12 +65,12 @@ class Verify(nn.Module):
     ) -> Tensor:
         """The target's token after each row, int64 `[M]`; both caches get the rows."""
         hidden = self.run(token_M, rows, paging)
-        slot_M, logits = step.slot_N[rows.lane_R], self.target.logits(hidden)
+        request_M, logits = step.slot_N[rows.lane_R], self.target.logits(hidden)
         if self.chooser.penalty:
             block_MC = block_before(token_M, rows.tile_row_R, self.rows - 1)
-            penalty_M = requests.penalty_S[slot_M]
-            logits = penalise(logits, requests.seen_SV, slot_M, penalty_M, block_MC)
-        return choose(logits, rows.position_R + 1, requests.sampling(slot_M), self.chooser)
+            penalty_M = requests.penalty_S[request_M]
+            logits = penalise(logits, requests.seen_SV, request_M, penalty_M, block_MC)
+        return choose(logits, rows.position_R + 1, requests.sampling(request_M), self.chooser)
 
     def run(self, token_M: Tensor, rows: Rows, paging: Paging) -> Tensor:
         """The target's hidden states `[M, D]`; both caches get the rows."""
