@@ -89,8 +89,8 @@ class Drafter(nn.Module):
     copy.
 
     Beside the weights, None where not asked for: `turn`, for split products (see `packed.turns`);
-    `head` and `context`, 8-bit copies with their scales of the target's LM head and of all layers'
-    key and value rows.
+    `head` and `context_copy`, 8-bit copies with scales of the target's LM head and of the key and
+    value rows.
     """
 
     inv_freq: Tensor
@@ -113,7 +113,7 @@ class Drafter(nn.Module):
         self.fingerprint = None
         self.turn: Tensor | None = None
         self.head: tuple[Tensor, Tensor] | None = None
-        self.context: tuple[Tensor, Tensor] | None = None
+        self.context_copy: tuple[Tensor, Tensor] | None = None
         self.fc = empty(c.hidden_size, len(c.taps) * c.hidden_size, dtype=dtype)
         self.hidden_norm = empty(c.hidden_size, dtype=dtype)
         projected = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
@@ -183,7 +183,7 @@ class Drafter(nn.Module):
         what it adds to them is no other's, and goes with it."""
         made = copy.copy(self)
         made._modules, made.turn = dict(self._modules), None
-        made.head = made.context = None
+        made.head = made.context_copy = None
         made.layers = nn.ModuleList(map(copy.copy, self.layers))
         for own, _ in made.projections():
             own.aids, own.quantized, own.scales = {}, {}, {}
@@ -201,7 +201,7 @@ class Drafter(nn.Module):
                 for name, weight in projections.items():
                     own.quantized[name], own.scales[name] = quantize(weight)
             width = self.config.num_heads * self.config.head_dim
-            made.context = quantize(self.qkv[:, width:].flatten(0, 1))
+            made.context_copy = quantize(self.qkv[:, width:].flatten(0, 1))
             made.head = quantize(head)
         return made
 
@@ -238,12 +238,12 @@ class Drafter(nn.Module):
         c = self.config
         fused_RD = rms_norm(F.linear(taps_RF, self.fc), self.hidden_norm, c.rms_eps)
         heads = (2, c.num_kv_heads, c.head_dim)
-        if self.context is None:
+        if self.context_copy is None:
             weight_TDX = self.qkv[:, c.num_heads * c.head_dim :].transpose(1, 2)
             kv_TRX = torch.bmm(fused_RD.expand(c.num_layers, -1, -1), weight_TDX)
             kv = kv_TRX.view(c.num_layers, -1, *heads)
         else:
-            weight, scale = self.context
+            weight, scale = self.context_copy
             kv_RX = linear(fused_RD, weight, None, self.turn, scale)
             kv = kv_RX.view(-1, c.num_layers, *heads).transpose(0, 1)
         cos, sin = rotary_table(position_R, self.inv_freq, c.rope_scaling, fused_RD.dtype)

@@ -1,4 +1,6 @@
-"""DScale decodes Hugging Face causal language models faster, token for token the same."""
+"""DScale decodes Hugging Face causal language models faster, token for token the same.
+
+docs/design.md, "Layout", lists the files in the order in which a request meets them."""
 
 from dscale import demo
 from dscale.attach import attach, generate

@@ -55,7 +55,7 @@ class Decoding:
         """Start one step of placed requests. `timed`: `times` shall hear how long it took."""
         lanes = bucket_of(len(live)) if self.padded else len(live)
         idle = self.workspace.max_requests
-        context = sum(r.context for r in live)
+        context = sum(r.num_tokens for r in live)
         choice = self._choose(lanes, live, context)
         timed = timed and self.late and self.times is not None
         began = mark(self.workspace.device) if timed else None
@@ -102,7 +102,7 @@ class Decoding:
             if request.finished or not (count or row[FAILED]):
                 continue  # it ended in the step before, or was cancelled meanwhile
             if row[FAILED]:
-                request.error = not_finite(request.context)
+                request.error = not_finite(request.num_tokens)
             if count == 0:
                 ended.append(request)
                 continue

@@ -70,8 +70,8 @@ class Request:
         return pages_for(len(self.prompt), self.max_new_tokens)
 
     @property
-    def context(self) -> int:
-        """Tokens so far, the prompt's and its own."""
+    def num_tokens(self) -> int:
+        """Tokens so far, the prompt's and its own; as it decodes, its context and the anchor."""
         return len(self.prompt) + len(self.tokens)
 
     @property

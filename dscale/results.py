@@ -72,7 +72,7 @@ class FirstTokens:
         for request, row in zip(self.requests, self.results.read()[self.lanes], strict=True):
             if request.finished:
                 continue  # cancelled meanwhile
-            request.error = not_finite(request.context) if row[FAILED] else request.error
+            request.error = not_finite(request.num_tokens) if row[FAILED] else request.error
             if request.error is None:
                 request.give(row[TOKENS][: row[COUNT]].tolist())
             if request.error is not None or request.stopped or not row[LIVE]:

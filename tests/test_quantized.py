@@ -87,7 +87,7 @@ def test_eight_bit_drafts_change_no_answer(budget: Any, drafter: Drafter) -> Non
         assert not target.is_quantized
         assert set(used.layer(0).scales) == set(PROJECTIONS)
     # The drafter itself may serve others, in its own dtype.
-    assert drafter.head is drafter.context is None
+    assert drafter.head is drafter.context_copy is None
     assert not drafter.layer(0).quantized
     assert used.layer(0).down is drafter.layer(0).down
 
