@@ -106,10 +106,10 @@ def run(
     eps: float,
     form: Form,
 ) -> tuple[Tensor, Tensor]:
-    """Packed rows `[R, D]` through a layer; their keys and values go to the pool.
+    """Packed rows through a layer; their keys and values go to `pool`, the layer's (key, value).
 
-    The residual stream comes and goes as two terms, x + branch: compiled code then adds them in
-    the kernel of the norm that follows, in the next layer."""
+    The residual stream comes and goes as two terms `[R, D]`, x + branch: compiled code then adds
+    them in the kernel of the norm that follows, in the next layer."""
     rows, tile, num_rows = shared.rows, form.tile, x.shape[0]
     x = add(x, branch)
     normed = rms_norm(x, w.input_norm, eps)

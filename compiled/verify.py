@@ -40,6 +40,8 @@ class Verify(nn.Module):
         self.rows, self.chooser, self.tile = rows, chooser, tile
 
     def forward(self, requests: Requests, step: Step, packed: Packed | None = None) -> None:
+        """Verify, accept and commit: changes both caches and `requests`, fills `step.result_NX`.
+        With `packed`, the lanes' rows are those of `step.length_N` and `step.offset_N`."""
         paging = requests.paging(step.slot_N)
         if packed is None:
             rows = uniform_rows(paging, self.rows, self.tile.height)

@@ -129,7 +129,7 @@ class EngineConfig:
 
     @property
     def average(self) -> int | None:
-        """Fixed rows per live request of an adaptive mode, None where there are none."""
+        """Fixed rows per live request of an adaptive mode; None for "auto" and in other modes."""
         if not self.adaptive:
             return None
         if self.budget == "half" or (self.budget is None and self.mode == "+budget"):

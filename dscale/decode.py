@@ -65,7 +65,7 @@ class Decoding:
         return Launch(live, choice, results, lanes, context)
 
     def run(self, live: list[Request]) -> None:
-        """Decode placed requests until all have ended, without taking others in."""
+        """Decode placed requests until all have ended, without a batcher that takes others in."""
         pending: Launch | None = None
         while live or pending is not None:
             launched = self.launch(live) if live else None

@@ -21,6 +21,8 @@ from dscale.config import EngineConfig, WeightFormat
 from dscale.workspace import Workspace
 
 Stage = Callable[..., Any]
+"""Prefill or its PromptPass, Decide, Anchors or Verify, compiled or not: changes the buffers that
+it is called with and returns nothing."""
 
 CONTROL_BLOCK = 128
 """Rows of a query block in mode "dflash": the paper's baseline verifies with its prefill tile."""
