@@ -149,7 +149,8 @@ class Attachment:
                 self._stale = self._stale or name
 
     def _check_weights(self) -> None:
-        if self._copied:
+        # Looking waits for the device. Weights may only change while no request runs.
+        if self._copied and not self.engine.num_open:
             self._look()
         stale = self._stale if _weights(self.model, self._copied) == self._weights else "model"
         if stale is not None:
