@@ -1,6 +1,5 @@
 """weights="fp8": what is rounded, answers of such a target, refusals, weights that change."""
 
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from dscale.config import EngineConfig
 from dscale.engine import Engine
 from dscale.kernels.reference_scaled import E4M3, quantize_rows
 from dscale.load import build_target
-from dscale.weights import Weights
 
 IDS = torch.arange(3, 40)[None] % 50
 NEW = 24
@@ -180,30 +178,6 @@ def test_a_drafter_that_changes_is_refused_for_good(tmp_path: Path) -> None:
         assert torch.equal(other.generate(IDS, max_new_tokens=NEW), want)
     with dscale.attach(model, drafter, weights="fp8-draft"):
         assert torch.equal(model.generate(IDS, max_new_tokens=NEW), want)
-
-
-def test_weights_are_not_read_while_requests_run(
-    drafter: Drafter, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a GPU that would wait for the step under way."""
-    looks, same = [], Weights.same
-
-    def watched(self: Weights) -> bool:
-        looks.append(self)
-        return same(self)
-
-    monkeypatch.setattr(Weights, "same", watched)
-    with dscale.attach(tiny_model(), drafter, weights="fp8", prefix_cache=False) as spec:
-        held = threading.Event()
-        spec.engine._worker.tell(lambda batcher: held.wait(60))
-        first, looked = spec.engine.submit([1, 2, 3], max_new_tokens=2), len(looks)
-        second = spec.engine.submit([4, 5, 6], max_new_tokens=2)
-        assert len(looks) == looked > 0
-        held.set()
-        for handle in (first, second):
-            handle.result()
-        spec.engine.submit([4, 5, 6], max_new_tokens=2).result()
-        assert len(looks) > looked
 
 
 def test_refusals(drafter: Drafter) -> None:
