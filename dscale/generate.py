@@ -150,7 +150,8 @@ class Attachment:
 
     def _check_weights(self) -> None:
         """Raise ValueError where the engine no longer computes with the model's weights."""
-        if self._copied:
+        # Looking waits for the device. Weights may only change while no request runs.
+        if self._copied and not self.engine.num_open:
             self._look()
         unmoved = _parameters(self.model, self._copied) == self._parameters
         stale = self._stale if unmoved else "model"

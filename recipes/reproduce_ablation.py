@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import reproduced
-from reproduced import KINDS, Experiment, Line, Row, Rows, Section, kind_of, where
+from reproduced import KINDS, TIME_STEPS, Experiment, Line, Row, Rows, Section, kind_of, where
 from reproduced_loops import read_loops
 from reproduced_plots import figure, legend, series
 
@@ -125,7 +125,7 @@ def section(rows: Rows) -> Section:
         "IV-D: GSM8K, geometric means over seven concurrencies, medians of five",
         lines,
         commands=(
-            "python -m bench.decode_step --models 8b 4b --parts gains --requests 8 16 32",
+            TIME_STEPS,
             "python -m bench.closed_loop --prompts DATA",
             "python recipes/reproduce_ablation.py",
         ),

@@ -1,6 +1,6 @@
 """8-bit weights beside the model's own: steps of the shapes, drafts and answers of the pair.
 
-    python -m bench.decode_step --models 8b 4b --weights fp8-draft   # and fp8
+    python -m bench.decode_step --models 8b 4b --requests 1 8 16 32 --weights fp8-draft  # and fp8
     python recipes/measure_fp8.py --prompts DATA
 
 The paper has no such thing: its section of docs/results.md stands apart, once there are rows.
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import reproduced
-from reproduced import RESULTS, Row, Rows, Section, percent, where
+from reproduced import RESULTS, TIME_STEPS, Row, Rows, Section, percent, where
 
 from bench.arguments import folder_of
 from bench.paper import SET_NAMES
@@ -24,11 +24,10 @@ QUALITY = (
     "same_as_model",
 )  # fmt: skip
 COMMANDS = (
-    "python -m bench.decode_step --models 8b 4b --parts steps gains",
-    *(f"python -m bench.decode_step --models 8b 4b --parts steps gains --weights {w}"
-      for w in WEIGHTS),
+    TIME_STEPS,
+    *(f"{TIME_STEPS} --parts steps gains --weights {weights}" for weights in WEIGHTS),
     "python recipes/measure_fp8.py --prompts DATA",
-)  # fmt: skip
+)
 
 
 def sections(folder: Path = RESULTS) -> list[Section]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import reproduced
-from reproduced import KINDS, Experiment, Row, Rows, Section, kind_of, number, where
+from reproduced import KINDS, TIME_STEPS, Experiment, Row, Rows, Section, kind_of, number, where
 from reproduced_loops import read_loops
 from reproduced_plots import PAPER as BLACK
 from reproduced_plots import figure, legend, series
@@ -29,9 +29,9 @@ AIMS = {"8b": (1.5, 1.5, 1.7, 1.9), "4b": (2.0, 2.0, 1.9, 1.9)}
 """Decode rate of `auto` over SGLang's that this project aims at, by concurrency."""
 
 COMMANDS = (
-    "python -m bench.decode_step --models 8b 4b --parts gains --requests 1 8 16 32",
+    TIME_STEPS,
     "python -m bench.closed_loop_simulated --models 8b 4b",
-    "python -m bench.peers",
+    "python -m bench.peers --prompts DATA",
     "python recipes/reproduce_peers.py",
 )
 ABOUT = ("gpu", "torch", "commit", "date", "dtype", "model")

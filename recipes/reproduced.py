@@ -18,6 +18,8 @@ PLOTS = Path(__file__).parents[1] / "docs" / "plots"
 CPU = "none (CPU)"
 NOT_RUN = "not run here"
 NOT_MEASURED = "not measured yet: command below"
+TIME_STEPS = "python -m bench.decode_step --models 8b 4b --requests 1 8 16 32"
+"""Measures all that the page says of single steps and of decode rates."""
 
 Row = dict[str, Any]
 Rows = list[Row]

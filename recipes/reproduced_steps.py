@@ -4,15 +4,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import reproduced
-from reproduced import KINDS, NOT_RUN, Line, Row, Rows, Section, number, percent, where
+from reproduced import KINDS, NOT_RUN, TIME_STEPS, Line, Row, Rows, Section, number, percent, where
 from reproduced import kind_of as kind
 from reproduced_plots import BLUE, GREEN, ORANGE, SKY, figure, legend
 
 from bench.paper import MODELS, PAPER, SYSTEMS
 
 COMMANDS = (
-    "python -m bench.decode_step --models 8b 4b --parts steps gains profile ragged sampling",
-    "python -m bench.graphs --models 8b 4b",
+    TIME_STEPS,
+    "python -m bench.graphs --from-steps bench/results/decode_step.json",
     "python recipes/reproduce_steps.py",
 )
 CONCURRENCIES = (8, 16, 32)
