@@ -17,7 +17,7 @@ from dscale.compiled.quantized import check_quantizable
 from dscale.compiled.target import TargetConfig
 from dscale.config import Budget, EngineConfig, Mode, WeightFormat
 from dscale.drafter_config import check_fit
-from dscale.drafter_files import load_drafter
+from dscale.drafter_files import DTYPES, load_drafter
 from dscale.generate import Attachment
 from dscale.load import target_config
 from dscale.predictor_files import load_predictor
@@ -117,6 +117,11 @@ def drafter_for(
     model: PreTrainedModel, drafter: str | Path | Drafter, shape: TargetConfig
 ) -> Drafter:
     """The drafter, loaded in the model's dtype, or a loaded one that fits. Raises ValueError."""
+    if model.dtype not in DTYPES:
+        raise ValueError(
+            "model: expected one in float32 or bfloat16 with a drafter (which overflows in "
+            f"float16), got {model.dtype}"
+        )
     if isinstance(drafter, Drafter):
         check_fit(drafter.config, shape)
         placed = (drafter.norm.dtype, drafter.norm.device)
