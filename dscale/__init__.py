@@ -4,9 +4,9 @@ docs/design.md, "Layout", lists the files in the order in which a request meets 
 
 from dscale import demo
 from dscale.attach import attach, generate
+from dscale.attachment import Attachment
 from dscale.config import EngineConfig
 from dscale.engine import Engine
-from dscale.generate import Attachment
 from dscale.stats import Stats
 
 __version__ = "0.1.0"

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation import GenerateDecoderOnlyOutput
 
+from dscale.attachment import Attachment
 from dscale.compiled.drafter import Drafter, DrafterConfig
 from dscale.compiled.packed import check_packable
 from dscale.compiled.quantized import check_quantizable
@@ -18,7 +19,6 @@ from dscale.compiled.target import TargetConfig
 from dscale.config import Budget, EngineConfig, Mode, WeightFormat
 from dscale.drafter_config import check_fit
 from dscale.drafter_files import DTYPES, load_drafter
-from dscale.generate import Attachment
 from dscale.load import target_config
 from dscale.predictor_files import load_predictor
 

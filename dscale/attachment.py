@@ -1,4 +1,4 @@
-"""The drop-in: an attached model and its `generate`."""
+"""The drop-in: an attachment, and the `generate` it gives a model."""
 
 from __future__ import annotations
 
