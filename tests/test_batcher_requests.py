@@ -2,48 +2,19 @@
 
 import gc
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from soak import References
-from tiny import prompt, tiny_drafter, tiny_model
+from tiny import prompt
 
-import dscale
 from bench.soak_load import WAIT, all_back
 from dscale import Attachment
-from dscale.compiled.drafter import Drafter
 
 Attach = Callable[..., Attachment]
-
-
-@pytest.fixture(scope="module")
-def references() -> References:
-    return References()
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Drafter]:
-    """A model to attach to, and a random drafter for it."""
-    model = tiny_model()
-    return model, tiny_drafter(tmp_path_factory.mktemp("drafter"), model)
-
-
-@pytest.fixture
-def attach(pair: tuple[Any, Drafter]) -> Iterator[Attach]:
-    """Attach the pair with a small pool; detach at the end."""
-    specs: list[Attachment] = []
-
-    def make(**settings: Any) -> Attachment:
-        settings = {"pool_tokens": 12 * 128, "max_concurrency": 3, "prefill_chunk": 128} | settings
-        specs.append(dscale.attach(*pair, **settings))
-        return specs[-1]
-
-    yield make
-    for spec in specs:
-        spec.detach()
 
 
 BAD: list[tuple[str, Any, dict[str, Any]]] = [

@@ -6,14 +6,14 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from soak import SETTINGS, References
-from tiny import VOCAB, left_padded, prompt, tiny_drafter, tiny_model
+from tiny import VOCAB, left_padded, prompt, tiny_model
 from transformers import TextIteratorStreamer
 
 import dscale
@@ -33,33 +33,6 @@ def no_other_threads() -> None:
         if thread.name == "dscale":
             thread.join(1)
     assert engine_threads() == 0
-
-
-@pytest.fixture(scope="module")
-def references() -> References:
-    return References()
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Drafter]:
-    """A model to attach to, and a random drafter for it."""
-    model = tiny_model()
-    return model, tiny_drafter(tmp_path_factory.mktemp("drafter"), model)
-
-
-@pytest.fixture
-def attach(pair: tuple[Any, Drafter]) -> Iterator[Attach]:
-    """Attach the pair with a small pool; detach at the end."""
-    specs: list[Attachment] = []
-
-    def make(**settings: Any) -> Attachment:
-        settings = {"pool_tokens": 12 * 128, "max_concurrency": 3, "prefill_chunk": 128} | settings
-        specs.append(dscale.attach(*pair, **settings))
-        return specs[-1]
-
-    yield make
-    for spec in specs:
-        spec.detach()
 
 
 def together(works: list[Callable[[], object]]) -> None:
