@@ -266,3 +266,36 @@ def test_the_interpreter_exits_while_an_engine_runs(end: str) -> None:
     assert done.returncode == (3 if "Exit" in end else 0), done.stderr
     assert ("last line" in done.stdout) is ("Exit" not in end)
     assert "Traceback" not in done.stderr
+
+
+FORK = """
+import os, signal, sys
+sys.path.insert(0, {tests!r})
+import torch, dscale
+from tiny import tiny_model
+torch.set_num_threads(1)
+model, ids = tiny_model(), torch.tensor([[3, 1, 2]])
+spec = dscale.attach(model, mode="ar")
+want = model.generate(ids, max_new_tokens=3)
+child = os.fork()
+if child == 0:
+    signal.alarm(30)
+    try:
+        sys.exit(model.generate(ids, max_new_tokens=3))
+    except ValueError as error:
+        assert str(error).startswith("engine: expected the process"), error
+    spec.detach()
+    with dscale.attach(model, mode="ar"):
+        assert torch.equal(model.generate(ids, max_new_tokens=3), want)
+else:
+    assert os.waitpid(child, 0)[1] == 0
+    assert torch.equal(model.generate(ids, max_new_tokens=3), want)
+"""
+
+
+def test_a_fork_of_the_process_is_refused_not_waited_for() -> None:
+    tests = Path(__file__).parent
+    script = FORK.format(tests=str(tests))
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT, cwd=tests.parent)
+    assert done.returncode == 0, done.stderr
