@@ -16,7 +16,14 @@ from dscale.engine import Engine
 from dscale.guide import Guide, Processors
 from dscale.request import Request
 from dscale.sampling import refuse_unsupported, request_settings, row_seeds
-from dscale.stopping import Judge, add_stop_strings, length_limit, needs_judge, stop_ids
+from dscale.stopping import (
+    Judge,
+    add_stop_strings,
+    check_pad,
+    length_limit,
+    needs_judge,
+    stop_ids,
+)
 
 
 @dataclass(slots=True)
@@ -100,6 +107,8 @@ class Loop:
         judge = None
         if needs_judge(criteria) or (call.streamer is not None and len(requests) > 1):
             judge = Judge(input_ids, criteria, generation_config._pad_token_tensor)
+        elif len(requests) > 1 and requests[0].stop_ids:
+            check_pad(generation_config._pad_token_tensor)
         return Prepared(requests, judge, criteria)
 
     def requests(
@@ -217,10 +226,6 @@ def assemble(
         return judge.input_ids
     pad = generation_config._pad_token_tensor
     longest = max(len(r.tokens) for r in requests)
-    if any(len(r.tokens) < longest for r in requests) and pad is None:
-        raise ValueError(
-            "pad_token_id: expected an id when rows stop at different lengths, got None"
-        )
     fill = int(pad) if pad is not None else 0
     new = torch.tensor([r.tokens + [fill] * (longest - len(r.tokens)) for r in requests])
     return torch.cat((input_ids, new.to(input_ids.device)), 1)

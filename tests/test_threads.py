@@ -295,7 +295,6 @@ else:
 
 def test_a_fork_of_the_process_is_refused_not_waited_for() -> None:
     tests = Path(__file__).parent
-    script = FORK.format(tests=str(tests))
-    command = [sys.executable, "-c", script]
+    command = [sys.executable, "-c", FORK.format(tests=str(tests))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT, cwd=tests.parent)
     assert done.returncode == 0, done.stderr
