@@ -15,6 +15,7 @@ from dscale.compiled.drafter import Drafter
 from dscale.compiled.predictor import Predictor
 from dscale.config import EngineConfig
 from dscale.engine import Engine
+from dscale.errors import ClosedError
 from dscale.load import build_target, unfuse
 from dscale.loop import Call, Loop, Preparation
 from dscale.request import Request
@@ -88,7 +89,7 @@ class Attachment:
     ) -> Request:
         """The request that `generate` would make of one prompt without padding."""
         if self.model.__dict__.get("_dscale") is not self:
-            raise ValueError("model: detached meanwhile; attach again")
+            raise ClosedError("model: detached meanwhile; attach again")
         if not input_ids or not all(isinstance(token, int) for token in input_ids):
             raise ValueError(f"input_ids: expected a list of token ids, got {input_ids!r}")
         # A mask of ones: without it a pad id in the prompt would be taken for padding.

@@ -13,6 +13,7 @@ from tiny import prompt
 
 from bench.soak_load import WAIT, all_back
 from dscale import Attachment
+from dscale.errors import ClosedError
 
 Attach = Callable[..., Attachment]
 
@@ -88,6 +89,41 @@ def test_leaving_a_stream_cancels_the_rest(attach: Attach) -> None:
     all_back(engine)
     with pytest.raises(ValueError, match="seeds: expected 2"):
         engine.stream([[1], [2]], seeds=[3])
+
+
+ARGUMENTS: list[tuple[str, Any, dict[str, Any]]] = [
+    ("inputs", None, {}), ("inputs", iter([[1]]), {}), ("seeds", [[1]], {"seeds": 3}),
+    ("seed", [[1]], {"seed": 3}), ("request_id", [[1]], {"request_id": "one"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "prompts", "kwargs"), ARGUMENTS)
+def test_arguments_of_many_prompts(
+    name: str, prompts: Any, kwargs: dict[str, Any], attach: Attach
+) -> None:
+    engine = attach().engine
+    for call in (engine.stream, engine.generate_batch):
+        with pytest.raises(ValueError, match=f"^{name}: expected"):
+            call(prompts, max_new_tokens=2, do_sample=True, **kwargs)
+    assert engine.stats.requests == 0
+
+
+def test_arguments_of_one_prompt(attach: Attach) -> None:
+    engine: Any = attach().engine
+    with pytest.raises(ValueError, match=r"^request_id: expected a string, got \[3\]"):
+        engine.submit([1], request_id=[3], max_new_tokens=2)
+    with pytest.raises(ValueError, match=r"^input_ids: expected token ids of 64 bits"):
+        engine.submit([1, 1 << 70], max_new_tokens=2)
+    assert engine.num_open == engine.stats.requests == 0
+
+
+def test_a_detached_engine_raises_as_a_closed_one(attach: Attach) -> None:
+    spec = attach()
+    engine = spec.engine
+    spec.detach()
+    for call in (engine.submit, lambda ids, **kwargs: engine.generate_batch([ids], **kwargs)):
+        with pytest.raises(ClosedError, match="model: detached"):
+            call([1, 2], max_new_tokens=2)
 
 
 def resident() -> int:
