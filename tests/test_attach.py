@@ -133,6 +133,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"budget": 17}, {"budget": True}, {"budget": 2.0}, {"budget": "most"}, {"budget": ()},
     {"budget": "half", "mode": "dflash"}, {"budget": "auto", "mode": "+tiles"},
     {"budget": 0, "mode": "+budget"}, {"budget_seed": "anchor"}, {"budget_seed": None},
+    {"budget_seed": "paper", "mode": "dflash"}, {"mode": ""}, {"mode": []},
     {"predictor": "/nonexistent"}, {"predictor": "/tmp", "mode": "+tiles"},
     {"budget": 4, "drafter": None}, {"prefill_chunk": 100}, {"prefill_chunk": 0},
     {"pool_tokens": 0}, {"pool_tokens": 1.5}, {"capture": True}, {"capture": "yes"},
