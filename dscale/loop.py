@@ -28,7 +28,8 @@ from dscale.stopping import (
 
 @dataclass(slots=True)
 class Call:
-    """What a call of `generate` has that transformers does not hand to a decoding loop."""
+    """What a call of `generate` has that transformers does not hand to a decoding loop.
+    `elsewhere`: its inputs are not on the model's device."""
 
     streamer: Any = None
     seed: int | list[int] | None = None
@@ -36,6 +37,7 @@ class Call:
     tokenizer: Any = None
     processors: list[Any] = field(default_factory=list)
     allowed_tokens: Any = None
+    elsewhere: bool = False
 
 
 @dataclass(slots=True)
@@ -180,8 +182,14 @@ class Loop:
             self.call.streamer.put(torch.tensor([token]))
 
 
+class NeedsDevice(Exception):
+    """A prompt that was prepared elsewhere must be on the model's device."""
+
+
 class Preparation(Loop):
-    """Stops where the loop would begin: what transformers makes of the settings of one prompt."""
+    """Stops where the loop would begin: what transformers makes of the settings of one prompt.
+    Raises NeedsDevice for ids elsewhere than on the model's device, where its logits processors
+    run: before anything is drawn or built."""
 
     def __call__(
         self,
@@ -192,6 +200,10 @@ class Preparation(Loop):
         generation_config: Any = None,
         **model_kwargs: Any,
     ) -> Any:
+        call = self.call
+        processors = Processors(model, logits_processor, call.processors, call.allowed_tokens)
+        if call.elsewhere and processors.needed(generation_config):
+            raise NeedsDevice
         return self.prepare(
             model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs
         )
