@@ -93,8 +93,8 @@ def full() -> list[Cell]:
 
 def committed() -> list[Cell]:
     """What the repository keeps: temperature 0 in every mode at 8, 16 and 32; temperature 1 for
-    two of them; one full sweep for two of them on one set. Answers have at most 512 tokens: the
-    small pair's longer ones, a quarter of all, mostly repeat themselves."""
+    two of them; one full sweep for two of them on one set. Answers have at most 512 tokens, which
+    a quarter of the small pair's reach."""
     at, few = (8, 16, 32), {"repetitions": 3, "requests": 128, "output_cap": REDUCED_CAP}
     sweep = {"repetitions": 1, "requests": MEASURED, "output_cap": REDUCED_CAP}
     return [
