@@ -45,7 +45,9 @@ class Engine:
 
     `predictor` scores drafts in the adaptive modes; without one the running product of the
     drafter's top-1 probabilities does. Any thread may call; one thread of the engine's own makes
-    all passes, outside inference mode and autocast, in the model's dtype."""
+    all passes, outside inference mode and autocast, in the model's dtype. It also calls the
+    logits processors, and of submitted prompts the stopping criteria: these may submit, cancel
+    and close, which then does not wait, but what would wait for tokens raises RuntimeError."""
 
     def __init__(
         self,
@@ -92,6 +94,7 @@ class Engine:
         the calling thread; what it raises cancels the requests. Raises ValueError before any
         compute for a request that cannot run, naming its field, and afterwards the error of the
         first one that failed."""
+        self._worker.check_wait("generate")
         for request in requests:
             self.check(request)
         news: SimpleQueue[tuple[int, list[int]]] = SimpleQueue()
@@ -139,7 +142,10 @@ class Engine:
         queued then, and other requests go on."""
         request = self._prepare(token_ids(input_ids), generation_config, seed, kwargs)
         self.check(request)
-        handle = self._register.enter(request, request_id, self.cancel)
+        wait = self._worker.check_wait
+        handle = self._register.enter(
+            request_id, lambda name: Handle(name, request, self.cancel, wait)
+        )
         request.sink, request.queued_at = handle.sink, time.time()
         try:
             self._worker.tell(lambda batcher: batcher.add([request], serving=True))
@@ -180,7 +186,8 @@ class Engine:
             raise ValueError(f"{name}: expected none for several prompts, got {kwargs[name]!r}")
         each = seeds_of(inputs, seeds)
         submit = partial(self.submit, generation_config=generation_config, **kwargs)
-        return stream(submit, self.cancel, inputs, each, self._register.free_id())
+        prefix, wait = self._register.free_id(), self._worker.check_wait
+        return stream(submit, self.cancel, wait, inputs, each, prefix)
 
     def generate_batch(
         self,
@@ -242,6 +249,7 @@ class Engine:
         def run(batcher: Batcher) -> None:
             batcher.warm_up(requests)
 
+        self._worker.check_wait("warm_up")
         for request in requests:
             self.check(request)
         self._worker.ask(run)

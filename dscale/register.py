@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable
 
 from dscale.handle import Handle
-from dscale.request import Request
 
 
 class Register:
@@ -31,18 +30,16 @@ class Register:
         names = (f"req_{number}" for number in self._numbers)
         return next(name for name in names if name not in self)
 
-    def enter(
-        self, request: Request, request_id: str | None, cancel: Callable[[list[Request]], None]
-    ) -> Handle:
-        """A handle on a request, open until its end. None takes a free id; raises ValueError for
-        one that is taken or no string. `cancel` ends requests: the engine's."""
+    def enter(self, request_id: str | None, make: Callable[[str], Handle]) -> Handle:
+        """Make a handle of an id, None being a free one; it is open until its request's end.
+        Raises ValueError for an id that is taken or no string."""
         with self._lock:
             request_id = self.free_id() if request_id is None else request_id
             if not isinstance(request_id, str):
                 raise ValueError(f"request_id: expected a string, got {request_id!r}")
             if request_id in self:
                 raise ValueError(f"request_id: expected a new one, got {request_id!r} again")
-            handle = self._open[request_id] = Handle(request_id, request, cancel)
+            handle = self._open[request_id] = make(request_id)
         handle.on_end(lambda: self.leave(handle))
         return handle
 

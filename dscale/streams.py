@@ -14,6 +14,7 @@ from dscale.request import Request
 def stream(
     submit: Callable[..., Handle],
     cancel: Callable[[list[Request]], None],
+    check_wait: Callable[[str], None],
     inputs: list[list[int]],
     seeds: Sequence[int | None],
     prefix: str,
@@ -21,8 +22,10 @@ def stream(
     """Queue prompts with their seeds and give their results as they finish, named
     "req_<place in inputs>"; what the engine knows them by begins with `prefix`.
 
-    `submit(ids, request_id=, seed=)` and `cancel` are an engine's. A prompt that it refuses gives
-    a result with its error; whoever leaves early cancels the rest."""
+    `submit(ids, request_id=, seed=)`, `cancel` and `check_wait`, which raises on the thread that
+    must not wait, are an engine's. A prompt that it refuses gives a result with its error; whoever
+    leaves early cancels the rest."""
+    check_wait("stream")
     done: SimpleQueue[Result] = SimpleQueue()
     requests: list[Request] = []
     try:
@@ -38,6 +41,8 @@ def stream(
             requests.append(handle.request)
             handle.on_end(partial(_deliver, done, handle.request, name))
         for _ in inputs:
+            if done.empty():
+                check_wait("stream")
             yield done.get()
     finally:
         if not all(request.finished for request in requests):
