@@ -87,6 +87,9 @@ class Handle:
         self._lock = threading.Lock()
         self._hooks: list[Callable[[], object]] | None = []
 
+    def __repr__(self) -> str:
+        return f"<Handle {self.request_id!r} on {self._request!r}>"
+
     def sink(self, request: Request, tokens: list[int]) -> None:
         """Called by the engine's thread."""
         if not request.finished:
