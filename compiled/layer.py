@@ -150,11 +150,11 @@ def layer(
     """`run`; in a graph that is being traced, one operator."""
     if not torch.compiler.is_compiling():
         return run(x, branch, shared, w, pool, eps, form)
-    x, branch = _layer(x, branch, _flat(shared), list(w), *pool, eps, list(form))
+    x, branch = _layer(x, branch, flat(shared), list(w), *pool, eps, list(form))
     return x, branch
 
 
-def _flat(shared: Shared) -> list[Tensor]:
+def flat(shared: Shared) -> list[Tensor]:
     """`shared` as the operator takes it: cos, sin, four tensors of rows, with sub-lanes `count_R`,
     then `row_NT`, the paging and the dense mask or the four block tables."""
     counts: list[Tensor] = []
@@ -177,7 +177,7 @@ def _arguments(
     eps: float,
     form: list[int],
 ) -> tuple[Any, ...]:
-    """Arguments of `run` from the operator's, `shared` being as `_flat` makes it."""
+    """Arguments of `run` from the operator's, `shared` being as `flat` makes it."""
     cos, sin, *rest = shared
     counts = [rest.pop(4)] if Form(*form).parts else []
     seen: Visibility = rest[8] if len(rest) == 9 else BlockTables(*rest[8:])
@@ -198,7 +198,7 @@ def run_compiled(
 ) -> tuple[Tensor, Tensor]:
     """`run`, compiled once for any number of rows, lanes, sub-lanes or tiles: the first dimensions
     of what a pass brings. Other dimensions are fixed."""
-    moving = [x, branch, *_flat(shared)]
+    moving = [x, branch, *flat(shared)]
     for tensor in moving:
         torch._dynamo.maybe_mark_dynamic(tensor, 0)
         torch._dynamo.mark_static(tensor, list(range(1, tensor.ndim)))

@@ -7,7 +7,9 @@ taps * D."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -87,6 +89,7 @@ class Target(nn.Module):
     embedding: Tensor
     norm: Tensor
     head: Tensor
+    layers: Sequence[Layer]  # a ModuleList, whose type does not say of what
 
     def __init__(
         self,
@@ -102,7 +105,7 @@ class Target(nn.Module):
         self.config, self.taps = config, taps
         for name, weight in (("embedding", embedding), ("norm", norm), ("head", head)):
             self.register_parameter(name, frozen(weight))
-        self.layers = nn.ModuleList(map(Layer, layers))
+        self.layers = cast(Sequence[Layer], nn.ModuleList(map(Layer, layers)))
         self.packed_head: Tensor | None = None
         self.turn: Tensor | None = None
         self.register_buffer("inv_freq", inv_freq.float(), persistent=False)
@@ -113,7 +116,6 @@ class Target(nn.Module):
         A 16-row pass of SmolLM2-135M takes about 0.75 of the time, a 1-row pass as long as before.
         """
         for own in self.layers:
-            assert isinstance(own, Layer)
             own.pack()
         self.packed_head = pack(self.head)
 
@@ -121,7 +123,6 @@ class Target(nn.Module):
         """Split the projections' products along K where that is faster (`packed.turns`; GPU)."""
         self.turn = turn
         for own in self.layers:
-            assert isinstance(own, Layer)
             own.split(turn)
 
     def quantize(self) -> None:
@@ -129,7 +130,6 @@ class Target(nn.Module):
         bytes as in bfloat16, on a CPU four bytes a number (see `quantized.quantize`)."""
         with torch.no_grad():
             for own in self.layers:
-                assert isinstance(own, Layer)
                 own.quantize()
 
     @property
@@ -165,7 +165,6 @@ class Target(nn.Module):
         form = form_of(c.head_dim, c.num_kv_heads, self.group, tile)
         tapped: dict[int, Tensor] = {}
         for index, own in enumerate(self.layers):
-            assert isinstance(own, Layer)
             x, branch = layer(x, branch, shared, own.weights, pool.layer(index), c.rms_eps, form)
             if index in self.taps:
                 tapped[index] = add(x, branch)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
@@ -24,19 +23,17 @@ from dscale.compiled.target import Target
 from dscale.config import EngineConfig
 from dscale.core import Core
 from dscale.errors import ClosedError
-from dscale.handle import Handle, Result, refused, result_of
+from dscale.handle import Handle, Result
+from dscale.register import Register
 from dscale.request import Request, seeds_of, token_ids
 from dscale.stages import check_weights
 from dscale.stats import Stats
+from dscale.streams import stream
 from dscale.worker import Worker
 
 OnTokens = Callable[[int, list[int]], None]  # a request's index, and its new tokens
 # A request from a prompt, its config, its seed and what overrides the config.
 Prepare = Callable[[list[int], GenerationConfig | None, int | None, dict[str, Any]], Request]
-
-
-def _deliver(done: SimpleQueue[Result], request: Request, request_id: str) -> None:
-    done.put(result_of(request_id, request))
 
 
 def _without_model(*arguments: object) -> Request:
@@ -48,7 +45,9 @@ class Engine:
 
     `predictor` scores drafts in the adaptive modes; without one the running product of the
     drafter's top-1 probabilities does. Any thread may call; one thread of the engine's own makes
-    all passes, outside inference mode and autocast, in the model's dtype."""
+    all passes, outside inference mode and autocast, in the model's dtype. It also calls the
+    logits processors, and of submitted prompts the stopping criteria: these may submit, cancel
+    and close, which then does not wait, but what would wait for tokens raises RuntimeError."""
 
     def __init__(
         self,
@@ -64,9 +63,7 @@ class Engine:
         self.config, self.stats = config, Stats()
         self._prepare = prepare
         self._lock = threading.Lock()
-        self._numbers = itertools.count()
-        self._open: dict[str, Handle] = {}
-        self._unread: dict[str, Handle] = {}
+        self._register = Register()
         self.batcher = Batcher(Core(target, drafter, predictor, config, self.stats))
         self._worker = Worker(self.batcher)
         # The thread knows nothing of the engine, so that an engine nobody holds is closed.
@@ -97,6 +94,7 @@ class Engine:
         the calling thread; what it raises cancels the requests. Raises ValueError before any
         compute for a request that cannot run, naming its field, and afterwards the error of the
         first one that failed."""
+        self._worker.check_wait("generate")
         for request in requests:
             self.check(request)
         news: SimpleQueue[tuple[int, list[int]]] = SimpleQueue()
@@ -144,19 +142,15 @@ class Engine:
         queued then, and other requests go on."""
         request = self._prepare(token_ids(input_ids), generation_config, seed, kwargs)
         self.check(request)
-        with self._lock:
-            request_id = self._free_id() if request_id is None else request_id
-            if not isinstance(request_id, str):
-                raise ValueError(f"request_id: expected a string, got {request_id!r}")
-            if self._taken(request_id):
-                raise ValueError(f"request_id: expected a new one, got {request_id!r} again")
-            handle = self._open[request_id] = Handle(request_id, request, self.cancel)
-        handle.on_end(lambda: self._open.pop(request_id, None))
+        wait = self._worker.check_wait
+        handle = self._register.enter(
+            request_id, lambda name: Handle(name, request, self.cancel, wait)
+        )
         request.sink, request.queued_at = handle.sink, time.time()
         try:
             self._worker.tell(lambda batcher: batcher.add([request], serving=True))
         except ClosedError:
-            self._open.pop(request_id, None)
+            self._register.leave(handle)
             raise
         return handle
 
@@ -166,13 +160,13 @@ class Engine:
         """`submit` by its name in transformers' continuous batching; returns the id, as there.
         What comes out waits for `request_id_iter`, even past the request's end."""
         handle = self.submit(input_ids, request_id=request_id, **kwargs)
-        self._unread[handle.request_id] = handle
+        self._register.keep(handle)
         return handle.request_id
 
     def request_id_iter(self, request_id: str) -> Iterator[list[int]]:
         """Newly committed tokens of a request by its id: one that is running, or one of
         `add_request` that nobody has iterated yet. Raises ValueError for any other id."""
-        handle = self._unread.pop(request_id, None) or self._open.get(request_id)
+        handle = self._register.take(request_id)
         if handle is None:
             raise ValueError(f"request_id: expected one that is running, got {request_id!r}")
         return iter(handle)
@@ -190,38 +184,10 @@ class Engine:
         loop early cancels the rest. `seeds`: one per prompt."""
         for name in {"seed", "request_id"} & kwargs.keys():
             raise ValueError(f"{name}: expected none for several prompts, got {kwargs[name]!r}")
-        return self._stream(inputs, generation_config, seeds_of(inputs, seeds), kwargs)
-
-    def _stream(
-        self,
-        inputs: list[list[int]],
-        generation_config: GenerationConfig | None,
-        seeds: Sequence[int | None],
-        kwargs: dict[str, Any],
-    ) -> Iterator[Result]:
-        done: SimpleQueue[Result] = SimpleQueue()
-        requests: list[Request] = []
-        prefix = self._free_id()
-        try:
-            for index, (ids, seed) in enumerate(zip(inputs, seeds, strict=True)):
-                name = f"req_{index}"
-                request_id = f"{prefix}/{name}"
-                try:
-                    handle = self.submit(
-                        ids, generation_config, request_id=request_id, seed=seed, **kwargs
-                    )
-                except ClosedError:
-                    raise
-                except ValueError as error:
-                    done.put(refused(name, ids, error))
-                    continue
-                requests.append(handle.request)
-                handle.on_end(partial(_deliver, done, handle.request, name))
-            for _ in inputs:
-                yield done.get()
-        finally:
-            if not all(request.finished for request in requests):
-                self.cancel(requests)
+        each = seeds_of(inputs, seeds)
+        submit = partial(self.submit, generation_config=generation_config, **kwargs)
+        prefix, wait = self._register.free_id(), self._worker.check_wait
+        return stream(submit, self.cancel, wait, inputs, each, prefix)
 
     def generate_batch(
         self,
@@ -242,19 +208,11 @@ class Engine:
     @property
     def num_open(self) -> int:
         """Requests that run or wait, or whose tokens `request_id_iter` has yet to give."""
-        return len(self._open | self._unread)
-
-    def _taken(self, request_id: str) -> bool:
-        return request_id in self._open or request_id in self._unread
-
-    def _free_id(self) -> str:
-        names = (f"req_{number}" for number in self._numbers)
-        return next(name for name in names if not self._taken(name))
+        return len(self._register)
 
     def cancel_request(self, request_id: str) -> None:
         """Cancel by id; an id that is not running is no error (it may just have finished)."""
-        handle = self._open.get(request_id)
-        self._unread.pop(request_id, None)
+        handle = self._register.take(request_id)
         if handle is not None:
             handle.cancel()
 
@@ -291,6 +249,7 @@ class Engine:
         def run(batcher: Batcher) -> None:
             batcher.warm_up(requests)
 
+        self._worker.check_wait("warm_up")
         for request in requests:
             self.check(request)
         self._worker.ask(run)

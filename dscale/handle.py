@@ -73,14 +73,22 @@ class Handle:
     ends with the request, whatever its end is; each is given once."""
 
     def __init__(
-        self, request_id: str, request: Request, cancel: Callable[[list[Request]], None]
+        self,
+        request_id: str,
+        request: Request,
+        cancel: Callable[[list[Request]], None],
+        check_wait: Callable[[str], None],
     ) -> None:
+        """`cancel` ends requests; `check_wait` raises on the thread that must not wait."""
         self.request_id = request_id
-        self._request, self._cancel = request, cancel
+        self._request, self._cancel, self._check_wait = request, cancel, check_wait
         self._news: SimpleQueue[list[int]] = SimpleQueue()
         self._ended = threading.Event()
         self._lock = threading.Lock()
         self._hooks: list[Callable[[], object]] | None = []
+
+    def __repr__(self) -> str:
+        return f"<Handle {self.request_id!r} on {self._request!r}>"
 
     def sink(self, request: Request, tokens: list[int]) -> None:
         """Called by the engine's thread."""
@@ -105,7 +113,12 @@ class Handle:
         hook()
 
     def __iter__(self) -> Iterator[list[int]]:
-        while tokens := self._news.get():
+        while True:
+            if self._news.empty():
+                self._check_wait("iterating a handle")
+            tokens = self._news.get()
+            if not tokens:
+                break
             yield tokens
         self._news.put([])  # for whoever iterates again
 
@@ -120,13 +133,16 @@ class Handle:
         return self._request
 
     def result(self, timeout: float | None = None) -> Result:
-        """Wait for the end and return it. Raises TimeoutError after `timeout` seconds."""
+        """Wait for the end and return it. Raises TimeoutError after `timeout` seconds, and
+        RuntimeError on the engine's own thread unless it is there."""
+        if not self.finished and timeout != 0:
+            self._check_wait("result")
         if not self._ended.wait(timeout):
             raise TimeoutError(f"{self.request_id}: not finished after {timeout} s")
         return result_of(self.request_id, self._request)
 
     def cancel(self) -> None:
-        """End the request now; its slot and pages are free when this returns. A finished request
-        stays as it is."""
+        """End the request now; its slot and pages are free when this returns, or on the engine's
+        own thread soon after. A finished request stays as it is."""
         if not self.finished:
             self._cancel([self._request])

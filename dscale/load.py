@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.activations import ACT2FN
 
 from dscale.compiled.target import Target, TargetConfig
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 """Kinds of rotary embedding whose frequencies do not change with the length of a text."""
+
+CALLED = re.compile(
+    r"|lm_head|model(\.(embed_tokens|norm|rotary_emb|layers\.\d+"
+    r"(\.(\w+_layernorm|(self_attn|mlp)(\.(\w+_proj|[qk]_norm|act_fn))?))?))?"
+)
+"""Names of the modules that a supported model's forward calls."""
+
+OWN = ("transformers.", "torch.", "accelerate.")
+"""Packages whose code around a forward leaves what it computes as it is."""
 
 FUSED = (("self_attn", ("q_proj", "k_proj", "v_proj")), ("mlp", ("gate_proj", "up_proj")))
 
@@ -44,11 +56,13 @@ def target_config(model: PreTrainedModel) -> TargetConfig:
     Raises ValueError for encoder-decoder models, families outside `FAMILIES`, models without an LM
     head or with a bias there, sliding windows, activations other than SiLU, rotary embeddings that
     change with length, parameters on several devices or in several dtypes, projections that are
-    not plain `nn.Linear`, norms that are not RMS norms, and forward hooks."""
+    not plain `nn.Linear`, norms that are not RMS norms, forward hooks, and a `forward` that is not
+    transformers' own."""
     _check_kind(model)
     _check_placement(model)
     _check_modules(model)
     _check_hooks(model)
+    _check_forwards(model)
     config: Any = model.config
     head_dim = (
         getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -121,6 +135,8 @@ def _check_modules(model: PreTrainedModel) -> None:
             raise ValueError(f"model: expected {name} to be nn.Linear, got {kind}")
         if name.endswith("norm") and not kind.endswith("RMSNorm"):
             raise ValueError(f"model: expected {name} to be an RMS norm, got {kind}")
+        if name.endswith("act_fn") and not isinstance(module, (nn.SiLU, type(ACT2FN["silu"]))):
+            raise ValueError(f"model: expected {name} to be SiLU, got {kind}")
     for index, layer in enumerate(decoder.layers):
         for part, names in FUSED:
             biases = {getattr(getattr(layer, part), name).bias is None for name in names}
@@ -137,6 +153,41 @@ def _check_hooks(model: PreTrainedModel) -> None:
         for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
             if not str(getattr(hook, "__module__", "")).startswith("transformers."):
                 raise ValueError(f"model: expected no forward hooks, got one on {name or 'it'!r}")
+
+
+def _check_forwards(model: PreTrainedModel) -> None:
+    """Refuse a `forward` that a subclass, an instance or a patched class has in place of the one
+    the target decoder was written after: nobody would call it. Those that only wrap it may stay:
+    accelerate's hooks, `torch.compile`, and hub kernels that transformers was asked for."""
+    config: Any = model.config
+    family = f"transformers.models.{config.model_type}."
+    for name, module in model.named_modules():
+        replaced = "forward" in vars(module) and hasattr(type(module), "kernel_layer_name")
+        if not CALLED.fullmatch(name) or (replaced and model.use_kernels):
+            continue
+        for home in _homes(module):
+            other = home.startswith("transformers.models.") and not home.startswith(family)
+            if other or not home.startswith(OWN):
+                raise ValueError(
+                    f"model: expected the forward that transformers has for {config.model_type}, "
+                    f"got {type(module).__name__}'s from {home!r} on {name or 'it'!r}"
+                )
+
+
+def _homes(module: nn.Module) -> Iterator[str]:
+    """The Python modules that the code of a module's forward is from, its wrappers first."""
+    hooks = [getattr(module, "_hf_hook", None)]  # accelerate's wrapper calls it
+    while hooks:
+        hook = hooks.pop()
+        hooks += getattr(hook, "hooks", ())
+        if hook is not None:
+            yield type(hook).__module__
+    function: Any = module.forward
+    while function is not None:
+        code = function.func if isinstance(function, partial) else function
+        code = getattr(code, "__func__", code)
+        yield getattr(code, "__globals__", {}).get("__name__") or type(code).__module__
+        function = getattr(function, "__wrapped__", None)
 
 
 def build_target(model: PreTrainedModel, taps: tuple[int, ...] = ()) -> Target:

@@ -19,7 +19,7 @@ Sink = Callable[["Request", list[int]], None]
 """Sees a request's newly committed tokens once, in order, and at its end an empty list."""
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, kw_only=True, eq=False, repr=False)
 class Request:
     """A prompt and how to continue it. Equal to itself alone: two of one prompt are two requests.
 
@@ -73,6 +73,22 @@ class Request:
     def num_tokens(self) -> int:
         """Tokens so far, the prompt's and its own; as it decodes, its context and the anchor."""
         return len(self.prompt) + len(self.tokens)
+
+    def __repr__(self) -> str:
+        # Not the fields: a prompt may have 100,000 tokens.
+        return (
+            f"<Request {id(self):#x} {self.state}: {len(self.prompt)} prompt tokens, "
+            f"{len(self.tokens)} of at most {self.max_new_tokens} new>"
+        )
+
+    @property
+    def state(self) -> str:
+        """Where it is, in a word: why it finished, if it has."""
+        if self.finish_reason is not None:
+            return self.finish_reason
+        if self.slot < 0:
+            return "waiting"
+        return "prefilling" if self.prefilled < len(self.prompt) else "decoding"
 
     @property
     def finished(self) -> bool:

@@ -81,8 +81,17 @@ class Worker:
         if error is not None:
             raise error
 
+    def check_wait(self, call: str) -> None:
+        """Raise RuntimeError for a call that waits for the thread, on the thread itself."""
+        if self._thread is threading.current_thread():
+            raise RuntimeError(
+                f"{call}: expected another thread than the engine's own, got a call of a stopping "
+                "criterion, logits processor or sink there, which would wait for itself"
+            )
+
     def close(self) -> None:
-        """Cancel what runs, let the buffers go and end the thread. Twice is fine."""
+        """Cancel what runs, let the buffers go and end the thread, which is waited for unless it
+        is this one. Twice is fine."""
         with self._lock:
             if self._closed:
                 return

@@ -107,6 +107,22 @@ def test_requests_enter_in_order(
         assert item.finish_reason == "length"
 
 
+def test_a_request_says_where_it_is(rounds: Rounds) -> None:
+    batcher, item = rounds(), request(260, 20)
+    said: list[str] = []
+    batcher.add([item])
+    while not said or batcher.busy:
+        said.append(repr(item).removeprefix(f"<Request {id(item):#x} ").removesuffix(" new>"))
+        batcher.round()
+    assert said[:3] == [
+        "waiting: 260 prompt tokens, 0 of at most 20",
+        "prefilling: 260 prompt tokens, 0 of at most 20",
+        "prefilling: 260 prompt tokens, 0 of at most 20",
+    ]
+    assert said[3].startswith("decoding: 260 prompt tokens, ")
+    assert item.state == "length"
+
+
 def test_a_request_that_needs_the_whole_pool_is_not_overtaken(
     rounds: Rounds, references: References
 ) -> None:

@@ -79,6 +79,14 @@ def test_a_handle_gives_each_token_once(attach: Attach, references: References) 
     assert result.queued_at <= result.first_token_at <= result.finished_at  # type: ignore[operator]
 
 
+def test_what_a_request_says_of_itself(attach: Attach) -> None:
+    engine = attach().engine
+    handle = engine.submit(prompt(9), request_id="one", max_new_tokens=20)
+    handle.result(WAIT)
+    counts = "length: 9 prompt tokens, 20 of at most 20 new"
+    assert repr(handle) == f"<Handle 'one' on <Request {id(handle.request):#x} {counts}>>"
+
+
 def test_leaving_a_stream_cancels_the_rest(attach: Attach) -> None:
     engine = attach().engine
     for result in engine.stream([prompt(3)] * 20, max_new_tokens=30):

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,9 +11,11 @@ from typer.testing import CliRunner
 
 import dscale.cli
 import dscale.doctor
+import dscale.doctor_operators
 from dscale.cli_pair import pair
 from dscale.cli_text import encode
 from dscale.kernels import ops
+from dscale.kernels.linear_plans import table
 
 Pair = tuple[Any, Any]
 PROMPTS = ["What is 2 + 3?", "Say hello.", "Name a colour."]
@@ -170,8 +173,8 @@ def test_what_is_left_open(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_doctor(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     good = run("doctor").stdout
     assert "FAIL" not in good
-    names = ["row_statistics", "argmax", "allocate_budget", "pack_rows", "accept_prefix"]
-    names += ["tile_heads", "share_pages", "merge_shares"]
+    names = dscale.doctor_operators.registered()
+    assert {"row_statistics", "scaled_linear", "gated_rows", "linear", "layer"} <= set(names)
     for name in (*names, "mode ar", "mode +tiles", "mode dscale"):
         assert f"ok   {name}" in good
     for package in dscale.doctor.PACKAGES:
@@ -181,7 +184,39 @@ def test_doctor(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("no such instruction")
 
     monkeypatch.setattr(ops, "pack_rows", broken)
+    monkeypatch.setattr(torch.ops.dscale, "pack_rows", SimpleNamespace(default=broken))
     bad = run("doctor", code=1).stdout
     assert "FAIL pack_rows        RuntimeError: no such instruction" in bad
     assert "FAIL mode dscale" in bad
     assert "ok   mode ar" in bad
+    assert "ok   linear" in bad
+
+
+def test_doctor_has_arguments_for_every_operator() -> None:
+    """Whoever registers one finds out here, and sees it looked at with numbers that matter."""
+    arguments = dscale.doctor_operators.operator_arguments(torch.device("cpu"))
+    assert sorted(arguments) == dscale.doctor_operators.registered()
+    for name, given in arguments.items():
+        out = dscale.doctor_operators.as_tuple(getattr(torch.ops.dscale, name).default(*given))
+        assert all(x.double().isfinite().all() for x in out)
+        assert any(x.double().unique().numel() > 1 for x in out)
+
+
+def test_doctor_asks_for_split_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    of = dscale.doctor_operators
+    monkeypatch.setattr(of, "device_kind", lambda device: ("9.0", 132))
+    for dtype in (torch.bfloat16, torch.float8_e4m3fn):
+        columns, inner = of.product_shape(torch.device("cuda"), dtype)
+        plans = table("9.0", 132, str(dtype).removeprefix("torch."))[columns, inner]
+        plan = next(plan for most, plan in plans.items() if most >= of.ROWS)
+        assert plan is not None
+        assert plan.tiles(of.ROWS, columns) <= 4096
+    monkeypatch.setattr(of, "device_kind", lambda device: ("8.0", 108))
+    assert of.product_shape(torch.device("cuda"), torch.bfloat16) == (48, 32)
+
+
+def test_doctor_passes_over_what_a_gpu_is_too_old_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    for name in ("scaled_linear", "gated_rows"):
+        ok, said = dscale.doctor_operators.try_operator(name, torch.device("cuda"))
+        assert (ok, said) == (None, "not for this GPU: it has no 8-bit floats")
