@@ -11,7 +11,7 @@ import torch
 
 from bench.rows import RESULTS
 from bench.shapes import SHAPES
-from dscale.config import Numbers
+from dscale.config import WeightFormat
 
 
 def shape_parser(description: str | None) -> argparse.ArgumentParser:
@@ -27,7 +27,7 @@ def shape_parser(description: str | None) -> argparse.ArgumentParser:
 def add_weights(parser: argparse.ArgumentParser) -> None:
     """Add `--weights`, as the engine's setting."""
     parser.add_argument(
-        "--weights", choices=get_args(Numbers), default="model",
+        "--weights", choices=get_args(WeightFormat), default="model",
         help="as the engine's setting; rows of 8-bit ones go to folders of that name in --out",
     )  # fmt: skip
 

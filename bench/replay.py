@@ -189,7 +189,7 @@ class Replay:
         return ended
 
     def _launch(self, live: list[Request], timed: bool) -> Under:
-        count, context = len(live), sum(r.context for r in live)
+        count, context = len(live), sum(r.num_tokens for r in live)
         lanes = bucket_of(count) if self.padded else count
         choice = self._choose(lanes, live)
         slots = [r.slot for r in live]
@@ -217,7 +217,7 @@ class Replay:
             return None
         unknown = np.full(CANDIDATES, np.nan, np.float32)
         known = [unknown if r.scores is None else r.scores for r in live]
-        choice = self.policy.choose(lanes, np.stack(known), sum(r.context for r in live))
+        choice = self.policy.choose(lanes, np.stack(known), sum(r.num_tokens for r in live))
         if self.padded or not choice.draft:
             return choice
         most = sum(min(VERIFY_TILE, r.max_new_tokens - len(r.tokens)) for r in live)

@@ -12,8 +12,8 @@ from dscale.compiled.attention import VERIFY_TILE
 from dscale.compiled.drafter import Drafter, DrafterConfig
 from dscale.compiled.predictor import Predictor, PredictorConfig
 from dscale.compiled.target import Target, TargetConfig
-from dscale.config import Numbers
-from dscale.stages import quantized
+from dscale.config import WeightFormat
+from dscale.stages import set_weights
 
 _STD = 0.02
 _EPS = 1e-6
@@ -81,7 +81,7 @@ def build(
     device: torch.device,
     dtype: torch.dtype,
     seed: int = 0,
-    weights: Numbers = "model",
+    weights: WeightFormat = "model",
 ) -> Models:
     """Random models of a shape: normal weights of standard deviation 0.02, norms of ones.
     `weights`: as the engine's setting has them."""
@@ -131,7 +131,7 @@ def build(
                 parameter.normal_(0, _STD, generator=generator)
         predictor.projection.normal_(0, s.hidden**-0.5, generator=generator)
         predictor.last.weight.normal_(0, _STD, generator=generator)
-    used = quantized(target, drafter, weights)
+    used = set_weights(target, drafter, weights)
     assert used is not None
     return Models(shape, target.eval(), used.eval(), predictor.requires_grad_(False).eval())
 

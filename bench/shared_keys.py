@@ -22,7 +22,7 @@ from bench.operators import microseconds
 from bench.result_files import ResultFile
 from bench.rows import environment, machine
 from bench.shapes import SHAPES, Shape
-from dscale.compiled.attention import VERIFY_TILE, Rows, Tile, Visibility, attend, view
+from dscale.compiled.attention import VERIFY_TILE, Rows, Tile, Visibility, attend, attention_inputs
 from dscale.compiled.flow import uniform_rows
 from dscale.compiled.kv import PAGE, Paging
 from dscale.compiled.layers import rotary_table
@@ -77,7 +77,7 @@ class Layers:
         for paging in self.paging:
             rows = uniform_rows(paging, WIDTH, VERIFY_TILE)
             tables = rotary_table(rows.position_R, self.inv_freq, 1.0, self.qkv_RXE.dtype)
-            fronts.append((*tables, *view(rows, paging, tile, group)))
+            fronts.append((*tables, *attention_inputs(rows, paging, tile, group)))
         each = [
             (*fronts[index // len(self.pools)], *self.pools[index % len(self.pools)])
             for index in range(self.count)

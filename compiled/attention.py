@@ -44,8 +44,8 @@ class Rows(NamedTuple):
     padding). `lane_R`, `tile_row_R`: the tile cell that holds the row. `row_NT`: the row in each
     tile cell (any valid row where the cell is empty; its output is read by nobody).
 
-    With sub-lanes (`view`) the tiles are theirs, copies of their lanes', and `lane_R` is the first
-    sub-lane of the row's lane."""
+    With sub-lanes (`attention_inputs`) every sub-lane has a tile, a copy of its lane's, and
+    `lane_R` is the first sub-lane of the row's lane."""
 
     position_R: Tensor
     slot_R: Tensor
@@ -189,9 +189,11 @@ def visibility(paging: Paging, tile: Tile, group: int) -> Visibility:
     return block_tables(paging, tile, group) if tile.flex else gathered_mask(paging, tile, group)
 
 
-def view(rows: Rows, paging: Paging, tile: Tile, group: int) -> tuple[Rows, Paging, Visibility]:
-    """What `tile_heads` and `attend` of all layers of one forward read: a lane for each sub-lane,
-    where the tile has any."""
+def attention_inputs(
+    rows: Rows, paging: Paging, tile: Tile, group: int
+) -> tuple[Rows, Paging, Visibility]:
+    """What `tile_heads` and `attend` read, once for all layers of a forward: the given rows and
+    pages with what they see, or where the tile has sub-lanes, the same with those as lanes."""
     if not tile.parts:
         return rows, paging, visibility(paging, tile, group)
     used_N = used_pages(paging, tile)
@@ -211,7 +213,7 @@ def attend(
     seen: Visibility,
 ) -> Tensor:
     """Attend query tiles `[N, H / G, G * T, E]` (see `tile_heads`) to their requests' pages; the
-    result goes back to packed rows, `[R, H * E]`. All but queries and pool as `view` gives it."""
+    result is packed rows, `[R, H * E]`. `rows`, `paging`, `seen`: from `attention_inputs`."""
     (num_rows,), (lanes, height) = rows.lane_R.shape, rows.row_NT.shape
     head_dim, shared = q_NXQE.shape[3], q_NXQE.shape[2] // height
     num_heads = q_NXQE.shape[1] * shared
@@ -269,12 +271,9 @@ def gathered_mask(paging: Paging, tile: Tile, group: int) -> Tensor:
     used = int((paging.context_N.max() + tile.height + PAGE - 1) // PAGE)
     used = min(used, paging.page_NL.shape[1])
     device = paging.context_N.device
-    rows_T = (
-        torch.arange(tile.height, device=device)
-        if tile.causal
-        else torch.full((tile.height,), tile.height - 1)
-    )
-    limit_NT = paging.context_N[:, None] + rows_T.to(device)
+    row_T = torch.arange(tile.height, device=device)
+    row_T = row_T if tile.causal else torch.full_like(row_T, tile.height - 1)
+    limit_NT = paging.context_N[:, None] + row_T
     key_S = torch.arange(used * PAGE, device=device)
     return (key_S <= limit_NT[..., None]).repeat(1, group, 1)[:, None]
 

@@ -4,7 +4,7 @@ It has no embedding and no LM head of its own: both are the target's. Every laye
 keys and values of the committed context, which are projected once per token from the target's
 taps, and over the block itself in both directions.
 
-Shapes: N lanes, B block size, R rows, D hidden, H query heads, K KV heads, E head_dim, T layers, F
+Shapes: N lanes, W block size, R rows, D hidden, H query heads, K KV heads, E head_dim, T layers, F
 = taps * D.
 """
 
@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dscale.compiled.attention import Rows, Tile, view
+from dscale.compiled.attention import Rows, Tile, attention_inputs
 from dscale.compiled.kv import KVPool, Paging, write
 from dscale.compiled.layer import PROJECTIONS, Shared, Weights, form_of, layer
 from dscale.compiled.layers import add, rotary_table
@@ -57,7 +57,8 @@ class DrafterConfig:
 
 
 class DrafterLayer(nn.Module):
-    """Weights of one layer, but for its query, key and value projections: see `Drafter.qkv`."""
+    """Weights of one layer, but for its query, key and value projections: see `Drafter.qkv`.
+    `aids`, `quantized` and `scales` are as a target's layer has them."""
 
     input_norm: nn.Parameter
     post_norm: nn.Parameter
@@ -86,6 +87,10 @@ class Drafter(nn.Module):
     `qkv` is `[T, (H + 2K) * E, D]`, query rows first. Its key and value rows are also the
     projection of the context, for all layers in one batched product, so neither use needs a second
     copy.
+
+    Beside the weights, None where not asked for: `turn`, for split products (see `packed.turns`);
+    `head` and `context_copy`, 8-bit copies with scales of the target's LM head and of the key and
+    value rows.
     """
 
     inv_freq: Tensor
@@ -108,7 +113,7 @@ class Drafter(nn.Module):
         self.fingerprint = None
         self.turn: Tensor | None = None
         self.head: tuple[Tensor, Tensor] | None = None
-        self.context: tuple[Tensor, Tensor] | None = None
+        self.context_copy: tuple[Tensor, Tensor] | None = None
         self.fc = empty(c.hidden_size, len(c.taps) * c.hidden_size, dtype=dtype)
         self.hidden_norm = empty(c.hidden_size, dtype=dtype)
         projected = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
@@ -124,7 +129,7 @@ class Drafter(nn.Module):
         return self.config.num_heads // self.config.num_kv_heads
 
     def embed_block(self, anchor_N: Tensor, target: Target) -> Tensor:
-        """Return the blocks' input `[N, B, D]`: an anchor embedding, then B - 1 mask embeddings.
+        """Return the blocks' input `[N, W, D]`: an anchor embedding, then W - 1 mask embeddings.
 
         The mask embedding is the target's own row `mask_token_id`, untrained there but fixed while
         the drafter was trained, unless the checkpoint brought one.
@@ -139,15 +144,15 @@ class Drafter(nn.Module):
     def draft(
         self, block_RD: Tensor, rows: Rows, paging: Paging, pool: KVPool, tile: Tile
     ) -> Tensor:
-        """Run the blocks `[R, D]` of N lanes, R = N * B; returns final-normed hidden states.
+        """Run the blocks `[R, D]` of N lanes, R = N * W; returns final-normed hidden states.
 
         Row j of a block predicts the token at its own position, so rows 1.. are the drafted tokens
         and row 0 is unused. Each layer leaves the block's keys and values in the pool; the next
-        round overwrites them. `tile` is `Tile(height=B, causal=False)`.
+        round overwrites them. `tile` is `Tile(height=W, causal=False)`.
         """
         c, x, branch = self.config, block_RD, torch.zeros_like(block_RD)
         cos, sin = rotary_table(rows.position_R, self.inv_freq, c.rope_scaling, x.dtype)
-        shared = Shared(cos, sin, *view(rows, paging, tile, self.group))
+        shared = Shared(cos, sin, *attention_inputs(rows, paging, tile, self.group))
         form = form_of(c.head_dim, c.num_kv_heads, self.group, tile)
         for index in range(c.num_layers):
             weights = self.layer_weights(index)
@@ -156,7 +161,7 @@ class Drafter(nn.Module):
 
     def layer_weights(self, index: int) -> Weights:
         """The tensors of layer `index`, its query, key and value projection among them."""
-        own = self.weights(index)
+        own = self.layer(index)
         q = {"qkv": self.qkv[index], "o": own.o, "gate_up": own.gate_up, "down": own.down}
         q |= own.quantized
         return Weights(
@@ -178,7 +183,7 @@ class Drafter(nn.Module):
         what it adds to them is no other's, and goes with it."""
         made = copy.copy(self)
         made._modules, made.turn = dict(self._modules), None
-        made.head = made.context = None
+        made.head = made.context_copy = None
         made.layers = nn.ModuleList(map(copy.copy, self.layers))
         for own, _ in made.projections():
             own.aids, own.quantized, own.scales = {}, {}, {}
@@ -196,7 +201,7 @@ class Drafter(nn.Module):
                 for name, weight in projections.items():
                     own.quantized[name], own.scales[name] = quantize(weight)
             width = self.config.num_heads * self.config.head_dim
-            made.context = quantize(self.qkv[:, width:].flatten(0, 1))
+            made.context_copy = quantize(self.qkv[:, width:].flatten(0, 1))
             made.head = quantize(head)
         return made
 
@@ -217,7 +222,7 @@ class Drafter(nn.Module):
     def projections(self) -> Iterator[tuple[DrafterLayer, dict[str, Tensor]]]:
         """Each layer with its projections, by their names in `DrafterLayer.aids`."""
         for index in range(self.config.num_layers):
-            own = self.weights(index)
+            own = self.layer(index)
             named = {name: getattr(own, name) for name in PROJECTIONS if name != "qkv"}
             yield own, {"qkv": self.qkv[index], **named}
 
@@ -233,24 +238,24 @@ class Drafter(nn.Module):
         c = self.config
         fused_RD = rms_norm(F.linear(taps_RF, self.fc), self.hidden_norm, c.rms_eps)
         heads = (2, c.num_kv_heads, c.head_dim)
-        if self.context is None:
+        if self.context_copy is None:
             weight_TDX = self.qkv[:, c.num_heads * c.head_dim :].transpose(1, 2)
             kv_TRX = torch.bmm(fused_RD.expand(c.num_layers, -1, -1), weight_TDX)
             kv = kv_TRX.view(c.num_layers, -1, *heads)
         else:
-            weight, scale = self.context
+            weight, scale = self.context_copy
             kv_RX = linear(fused_RD, weight, None, self.turn, scale)
             kv = kv_RX.view(-1, c.num_layers, *heads).transpose(0, 1)
         cos, sin = rotary_table(position_R, self.inv_freq, c.rope_scaling, fused_RD.dtype)
         for index in range(c.num_layers):
-            key = rms_norm(kv[index, :, 0], self.weights(index).k_norm, c.rms_eps)
+            key = rms_norm(kv[index, :, 0], self.layer(index).k_norm, c.rms_eps)
             write(pool.layer(index), slot_R, rotate(key, cos, sin), kv[index, :, 1])
 
-    def weights(self, index: int) -> DrafterLayer:
-        """The weights of layer `index`."""
-        layer = self.layers[index]
-        assert isinstance(layer, DrafterLayer)
-        return layer
+    def layer(self, index: int) -> DrafterLayer:
+        """Layer `index`."""
+        own = self.layers[index]
+        assert isinstance(own, DrafterLayer)
+        return own
 
 
 def empty(*shape: int, dtype: torch.dtype) -> nn.Parameter:

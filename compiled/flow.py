@@ -2,7 +2,10 @@
 
 Shapes: S request slots (the last one is the idle slot, never live), N lanes of this step, W = 16
 block and tile rows, C = W - 1 candidates, M packed rows, L logical pages, P physical pages, Z stop
-ids, K recent passes, T rows per lane of a uniform step, R = N * T, V vocabulary."""
+ids, K recent passes, T rows per lane of a uniform step, R = N * T, V vocabulary.
+
+Two things are called a slot: a request's place in `Requests` (`slot_N`), and a token's place in
+the pools (kv.py; the `slot_R` and `slot_M` of rows)."""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ class Requests(NamedTuple):
     `temperature_S`, `top_p_S`, `min_p_S`, `penalty_S` (1 is off) float32; `page_SL`, `logical_SP`
     int32 (see Paging); `stop_SZ` int64, padded with -1. `recent_SK` int32: drafted tokens accepted
     in the last passes, newest first, -1 where there was none yet. `seen_SV` bool: tokens of the
-    prompt and the committed ones, for the penalty; [S, 1] and not used until one is asked for."""
+    prompt and the committed ones, for the penalty; [S, 1] in a workspace made without one."""
 
     context_S: Tensor
     remaining_S: Tensor

@@ -35,8 +35,8 @@ PROJECTIONS = ("qkv", "o", "gate_up", "down")
 
 
 class Weights(NamedTuple):
-    """A layer's tensors; query, key and value are fused, so are gate and up. The last ones:
-    `packed.linear`'s aids and scales of the projections."""
+    """A layer's tensors; query, key and value are fused, so are gate and up. `*_aid`, `*_scale`:
+    what `packed.linear` takes beside a projection's weight, None for a plain one."""
 
     input_norm: Tensor
     qkv: Tensor
@@ -61,7 +61,7 @@ class Weights(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """What all layers of a pass read."""
+    """What all layers of a pass read: `rotary_table` and `attention_inputs` of its rows."""
 
     cos: Tensor
     sin: Tensor
@@ -71,7 +71,8 @@ class Shared(NamedTuple):
 
 
 class Form(NamedTuple):
-    """What is fixed when a layer is traced, with the fields of its `Tile` (`block` 0 for None)."""
+    """What is fixed when a layer is traced: its heads and the fields of its `Tile`. All are
+    integers, as an operator takes them (0 and 1 for flags, `block` 0 for None)."""
 
     head_dim: int
     kv_heads: int
@@ -105,10 +106,10 @@ def run(
     eps: float,
     form: Form,
 ) -> tuple[Tensor, Tensor]:
-    """Packed rows `[R, D]` through a layer; their keys and values go to the pool.
+    """Packed rows through a layer; their keys and values go to `pool`, the layer's (key, value).
 
-    The residual stream comes and goes as two terms, x + branch: compiled code then adds them in
-    the kernel of the norm that follows, in the next layer."""
+    The residual stream comes and goes as two terms `[R, D]`, x + branch: compiled code then adds
+    them in the kernel of the norm that follows, in the next layer."""
     rows, tile, num_rows = shared.rows, form.tile, x.shape[0]
     x = add(x, branch)
     normed = rms_norm(x, w.input_norm, eps)
@@ -154,7 +155,8 @@ def layer(
 
 
 def _flat(shared: Shared) -> list[Tensor]:
-    """What a pass brings."""
+    """`shared` as the operator takes it: cos, sin, four tensors of rows, with sub-lanes `count_R`,
+    then `row_NT`, the paging and the dense mask or the four block tables."""
     counts: list[Tensor] = []
     seen = shared.seen
     if isinstance(seen, SharedTables):
@@ -175,15 +177,14 @@ def _arguments(
     eps: float,
     form: list[int],
 ) -> tuple[Any, ...]:
-    """Arguments of `run` from the operator's."""
+    """Arguments of `run` from the operator's, `shared` being as `_flat` makes it."""
     cos, sin, *rest = shared
     counts = [rest.pop(4)] if Form(*form).parts else []
     seen: Visibility = rest[8] if len(rest) == 9 else BlockTables(*rest[8:])
     if counts and isinstance(seen, BlockTables):
         seen = SharedTables(seen, *counts)
     packed = Shared(cos, sin, Rows(*rest[:5]), Paging(*rest[5:8]), seen)
-    w: Any = Weights(*weights)  # type: ignore[arg-type]
-    return x, branch, packed, w, (key_pool, value_pool), eps, Form(*form)
+    return x, branch, packed, Weights._make(weights), (key_pool, value_pool), eps, Form(*form)
 
 
 def run_compiled(
@@ -213,13 +214,14 @@ def run_compiled(
 
 
 _making = threading.Lock()
-"""Two engines' threads that make the same layer's code at once must both get the one that is kept:
-one that is compiled later, while a stage is recorded, breaks the recording."""
+"""Two engines' threads may ask for the same layer's code at once, and `functools.cache` would let
+both make one. Both must get the one that is kept: the other would be missing later, be compiled
+while a stage is recorded, and break the recording."""
 
 
 class Code(nn.Module):
-    """`run` with what is fixed. As arguments these numbers would become symbols where forms
-    differ; those of a module are constants to whoever traces it."""
+    """`run` with `eps` and `form` as constants. As arguments these numbers would become symbols
+    once they differ between calls; a module's attributes stay constants when it is traced."""
 
     def __init__(self, eps: float, form: Form) -> None:
         super().__init__()

@@ -42,7 +42,7 @@ def swiglu(
     gate_up_scale: Tensor | None = None,
     down_scale: Tensor | None = None,
 ) -> Tensor:
-    """Gated feed-forward: down(silu(gate x) * up x), gate and up stacked in one weight.
+    """Gated feed-forward of x `[R, D]`: down(silu(gate x) * up x), gate and up in one weight.
 
     `gate_up` `[2 * intermediate, D]`; aids and scales: see `packed.linear`.
     """

@@ -13,7 +13,7 @@ from dscale.kernels import ops
 from dscale.kernels.linear_plans import plans_for
 
 PACK_ROWS = 16
-"""Rows the layout is chosen for: a full block."""
+"""Rows that oneDNN is told to choose the layout for: a full block."""
 
 MAX_TILES = 4096
 """Tiles of a split product at most; the largest of the table, an LM head, has 2,374."""
@@ -36,7 +36,9 @@ def pack(weight: Tensor) -> Tensor:
 
 
 def turns(device: torch.device) -> Tensor:
-    """What split products of a model take turns with (`kernels.ops.linear`)."""
+    """Counters of a model's split products, int32 zeros, one for each tile of the largest: by them
+    the programs of a tile find out which of them is the last (`kernels.ops.linear`). One buffer
+    serves all products of a model, one after the other."""
     return fixed(torch.zeros(MAX_TILES, dtype=torch.int32, device=device))
 
 
@@ -52,8 +54,9 @@ def linear(
     aid: Tensor | None,
     scale: Tensor | None = None,
 ) -> Tensor:
-    """`F.linear`. `aid`: what a faster product needs, the weight's `pack` or `turns`; None for the
-    library's. `scale`: that of a weight of `quantized.quantize`, None for one in x's dtype."""
+    """`F.linear` of rows `[M, K]` and a weight `[N, K]`. `aid`: what a faster product needs, on a
+    CPU the weight's `pack`, on a GPU `turns`; None for the library's product. `scale` float32
+    `[N]`: of a weight that `quantized.quantize` made, None for one in x's dtype."""
     if scale is not None:
         return quantized_linear(x, weight, scale, bias, aid)
     if aid is None:

@@ -9,16 +9,17 @@ from torch import Tensor
 
 
 def penalise(
-    logit_MV: Tensor, seen_SV: Tensor, slot_M: Tensor, penalty_M: Tensor, block_MC: Tensor
+    logit_MV: Tensor, seen_SV: Tensor, request_M: Tensor, penalty_M: Tensor, block_MC: Tensor
 ) -> Tensor:
     """Logits after transformers' repetition penalty, float32 `[M, V]`: a seen token's is
     multiplied by the penalty when negative and divided by it otherwise, once however often it was
     seen.
 
-    `seen_SV` bool: tokens each request has seen, the anchor included; `slot_M` int64: each row's
-    request. `penalty_M` float32, 1 is off. `block_MC` int64: tokens the row has seen besides, C
-    may be 0; repeats and tokens already in `seen_SV` do no harm, so they can fill a short row."""
-    out_MV = _penalised(logit_MV.float(), penalty_M[:, None], seen_SV[slot_M])
+    `seen_SV` bool: tokens each request has seen, the anchor included; `request_M` int64: the slot
+    of each row's request. `penalty_M` float32, 1 is off. `block_MC` int64: tokens the row has seen
+    besides, C may be 0; repeats and tokens already in `seen_SV` do no harm, so they can fill a
+    short row."""
+    out_MV = _penalised(logit_MV.float(), penalty_M[:, None], seen_SV[request_M])
     if not block_MC.shape[1]:
         return out_MV
     # From the logits as they came: a token twice in the block gets the same value twice.

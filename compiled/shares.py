@@ -22,9 +22,9 @@ for an H200's 132 multiprocessors."""
 
 
 def sub_paging(paging: Paging, lane_X: Tensor, first_X: Tensor, held_X: Tensor) -> Paging:
-    """Where each sub-lane's context lives (see `kernels.ops.share_pages`), as if it were a lane
-    whose text is a stretch of its lane's: so its context ends before it begins (below 0), in it or
-    behind it."""
+    """The paging of sub-lanes, each as if it were a lane whose text is one stretch of its lane's
+    (`lane_X`, `first_X`, `held_X`: see `kernels.ops.share_pages`). Positions count from the
+    stretch's beginning, so its context may be below 0, or larger than the stretch."""
     logical_pages, first_X1 = paging.page_NL.shape[1], first_X[:, None]
     logical_XL = first_X1 + torch.arange(logical_pages, device=first_X1.device)
     logical_XL = torch.clamp(logical_XL, max=logical_pages - 1)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dscale.compiled.attention import Rows, Tile, view
+from dscale.compiled.attention import Rows, Tile, attention_inputs
 from dscale.compiled.kv import KVPool, Paging
 from dscale.compiled.layer import PROJECTIONS, Shared, Weights, form_of, layer
 from dscale.compiled.layers import add, frozen, rotary_table
@@ -43,7 +43,9 @@ class TargetConfig:
 
 
 class Layer(nn.Module):
-    """One pre-norm decoder layer; query, key and value are fused, so are gate and up."""
+    """One pre-norm decoder layer; query, key and value are fused, so are gate and up. By
+    projection: `aids` for faster products (see `packed.linear`), `quantized` copies and their
+    `scales`; none at first."""
 
     def __init__(self, tensors: dict[str, Tensor | None]) -> None:
         super().__init__()
@@ -159,7 +161,7 @@ class Target(nn.Module):
         x = self.embed(token_R)
         cos, sin = rotary_table(rows.position_R, self.inv_freq, self.config.rope_scaling, x.dtype)
         c, branch = self.config, torch.zeros_like(x)
-        shared = Shared(cos, sin, *view(rows, paging, tile, self.group))
+        shared = Shared(cos, sin, *attention_inputs(rows, paging, tile, self.group))
         form = form_of(c.head_dim, c.num_kv_heads, self.group, tile)
         tapped: dict[int, Tensor] = {}
         for index, own in enumerate(self.layers):

@@ -40,6 +40,8 @@ class Verify(nn.Module):
         self.rows, self.chooser, self.tile = rows, chooser, tile
 
     def forward(self, requests: Requests, step: Step, packed: Packed | None = None) -> None:
+        """Verify, accept and commit: changes both caches and `requests`, fills `step.result_NX`.
+        With `packed`, the lanes' rows are those of `step.length_N` and `step.offset_N`."""
         paging = requests.paging(step.slot_N)
         if packed is None:
             rows = uniform_rows(paging, self.rows, self.tile.height)
@@ -65,12 +67,12 @@ class Verify(nn.Module):
     ) -> Tensor:
         """The target's token after each row, int64 `[M]`; both caches get the rows."""
         hidden = self.run(token_M, rows, paging)
-        slot_M, logits = step.slot_N[rows.lane_R], self.target.logits(hidden)
+        request_M, logits = step.slot_N[rows.lane_R], self.target.logits(hidden)
         if self.chooser.penalty:
             block_MC = block_before(token_M, rows.tile_row_R, self.rows - 1)
-            penalty_M = requests.penalty_S[slot_M]
-            logits = penalise(logits, requests.seen_SV, slot_M, penalty_M, block_MC)
-        return choose(logits, rows.position_R + 1, requests.sampling(slot_M), self.chooser)
+            penalty_M = requests.penalty_S[request_M]
+            logits = penalise(logits, requests.seen_SV, request_M, penalty_M, block_MC)
+        return choose(logits, rows.position_R + 1, requests.sampling(request_M), self.chooser)
 
     def run(self, token_M: Tensor, rows: Rows, paging: Paging) -> Tensor:
         """The target's hidden states `[M, D]`; both caches get the rows."""

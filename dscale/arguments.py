@@ -109,6 +109,8 @@ def _check_count(name: str, value: Any) -> None:
 
 
 def _refusal(name: str, expected: str, value: Any) -> ValueError:
-    got = f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else value
-    shown = str(got) if isinstance(value, Tensor) else f"{type(value).__name__} {value!r:.60}"
-    return ValueError(f"{name}: expected {expected}, got {shown}")
+    if isinstance(value, Tensor):
+        got = f"{value.dtype} of shape {tuple(value.shape)}"
+    else:
+        got = f"{type(value).__name__} {value!r:.60}"
+    return ValueError(f"{name}: expected {expected}, got {got}")

@@ -11,14 +11,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation import GenerateDecoderOnlyOutput
 
+from dscale.attachment import Attachment
 from dscale.compiled.drafter import Drafter, DrafterConfig
 from dscale.compiled.packed import check_packable
 from dscale.compiled.quantized import check_quantizable
 from dscale.compiled.target import TargetConfig
-from dscale.config import Budget, EngineConfig, Mode, Numbers
+from dscale.config import Budget, EngineConfig, Mode, WeightFormat
 from dscale.drafter_config import check_fit
-from dscale.drafter_files import load_drafter
-from dscale.generate import Attachment
+from dscale.drafter_files import DTYPES, load_drafter
 from dscale.load import target_config
 from dscale.predictor_files import load_predictor
 
@@ -39,7 +39,7 @@ def attach(
     capture: bool | None = None,
     compile_prefill: bool | None = None,
     prefix_cache: bool = True,
-    weights: Numbers = "model",
+    weights: WeightFormat = "model",
 ) -> Attachment:
     """Replace `model.generate` by DScale's, sharing the model's weights (no second copy but with
     `pack_weights` or 8-bit `weights`).
@@ -66,25 +66,9 @@ def attach(
         prefix_cache=prefix_cache,
         weights=weights,
     )
-    if mode == "ar" and (drafter is not None or budget is not None):
-        name, value = ("drafter", drafter) if drafter is not None else ("budget", budget)
-        raise ValueError(f"{name}: expected None in mode 'ar', got {value!r}")
-    if mode != "ar" and drafter is None:
-        raise ValueError(
-            f"drafter: expected a checkpoint folder, a Hub id or a Drafter in mode {mode!r}, "
-            "got None"
-        )
-    if predictor is not None and not config.adaptive:
-        raise ValueError(f"predictor: expected None in mode {mode!r}, got {predictor!r}")
+    _check_mode(config, drafter, predictor)
     shape = target_config(model)
-    if pack_weights:
-        check_packable(model.device, model.dtype)
-    if capture and model.device.type == "cpu":
-        raise ValueError("capture: expected None or False for a model on the CPU, got True")
-    if compile_prefill and model.device.type == "cpu":
-        raise ValueError(
-            "compile_prefill: expected None or False for a model on the CPU, got True"
-        )
+    _check_device(config, model)
     loaded = None if drafter is None else drafter_for(model, drafter, shape)
     if weights != "model":
         drafts = () if loaded is None else (shape.vocab_size, *sizes_of(loaded.config))
@@ -96,8 +80,35 @@ def attach(
     return Attachment(model, loaded, scores, config)
 
 
+def _check_mode(
+    config: EngineConfig, drafter: str | Path | Drafter | None, predictor: str | Path | None
+) -> None:
+    """Raise ValueError for a drafter, a budget or a predictor that a mode lacks or cannot use."""
+    mode = config.mode
+    if mode == "ar":
+        for name, value in (("drafter", drafter), ("budget", config.budget)):
+            if value is not None:
+                raise ValueError(f"{name}: expected None in mode 'ar', got {value!r}")
+    elif drafter is None:
+        raise ValueError(
+            f"drafter: expected a checkpoint folder, a Hub id or a Drafter in mode {mode!r}, "
+            "got None"
+        )
+    if predictor is not None and not config.adaptive:
+        raise ValueError(f"predictor: expected None in mode {mode!r}, got {predictor!r}")
+
+
+def _check_device(config: EngineConfig, model: PreTrainedModel) -> None:
+    """Raise ValueError for a setting that the model's device or dtype cannot have."""
+    if config.pack_weights:
+        check_packable(model.device, model.dtype)
+    for name in ("capture", "compile_prefill"):
+        if getattr(config, name) and model.device.type == "cpu":
+            raise ValueError(f"{name}: expected None or False for a model on the CPU, got True")
+
+
 def sizes_of(shape: TargetConfig | DrafterConfig) -> tuple[int, ...]:
-    """Sizes of the projections of its layers."""
+    """Rows and columns of the projections of a model's layers, before any are fused."""
     heads, kv_heads = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     return shape.hidden_size, shape.intermediate_size, heads, kv_heads
 
@@ -106,6 +117,11 @@ def drafter_for(
     model: PreTrainedModel, drafter: str | Path | Drafter, shape: TargetConfig
 ) -> Drafter:
     """The drafter, loaded in the model's dtype, or a loaded one that fits. Raises ValueError."""
+    if model.dtype not in DTYPES:
+        raise ValueError(
+            "model: expected one in float32 or bfloat16 with a drafter (which overflows in "
+            f"float16), got {model.dtype}"
+        )
     if isinstance(drafter, Drafter):
         check_fit(drafter.config, shape)
         placed = (drafter.norm.dtype, drafter.norm.device)
@@ -124,7 +140,7 @@ def generate(
     inputs: Tensor | None = None,
     *,
     drafter: str | Path | Drafter | None = None,
-    weights: Numbers | None = None,
+    weights: WeightFormat | None = None,
     **kwargs: Any,
 ) -> Tensor | GenerateDecoderOnlyOutput:
     """One `generate` call on DScale: through the model's attachment, or through one made for this

@@ -23,13 +23,14 @@ from dscale.prefix import PagePool
 from dscale.request import FinishReason, Request, finish_reason
 from dscale.results import FirstTokens
 from dscale.sizing import explained
-from dscale.weights import Weights
+from dscale.weights import WeightWatch
 from dscale.workspace import bucket_of
 
 
 @dataclass(slots=True)
 class Batcher:
-    """Runs any number of requests through one core.
+    """Runs any number of requests through one core: `waiting`, then placed, with a slot and pages:
+    `filling` while the prompt is prefilled, `live` while it decodes.
 
     Admission is first in, first out: a request enters when there is a slot and pages for its worst
     case, so it never has to leave again and nothing can lock up. A workspace without a fixed pool
@@ -41,18 +42,18 @@ class Batcher:
     filling: list[Request] = field(default_factory=list)
     live: list[Request] = field(default_factory=list)
     pages: PagePool = field(init=False)
-    _slots: list[int] = field(default_factory=list)
-    _draining: bool = False
-    _at_limit: bool = False
-    _decoding: Decoding | None = None
-    _pending: tuple[Decoding, Launch] | None = None
-    _first: list[FirstTokens] = field(default_factory=list)
-    _handing: float = 0.0
-    _started: set[tuple[Chooser, int]] = field(default_factory=set)
+    _slots: list[int] = field(default_factory=list)  # free ones, a heap
+    _draining: bool = False  # nothing is admitted: the workspace grows once all have ended
+    _at_limit: bool = False  # it could not grow to what waited: nobody drains for that again
+    _decoding: Decoding | None = None  # for the live requests, None when those have changed
+    _pending: tuple[Decoding, Launch] | None = None  # a step whose results are yet to be read
+    _first: list[FirstTokens] = field(default_factory=list)  # prefills of which the same is true
+    _handing: float = 0.0  # seconds of this round that went into first tokens
+    _started: set[tuple[Chooser, int]] = field(default_factory=set)  # steps that have run before
 
     def __post_init__(self) -> None:
         core = self.core
-        weights = Weights(core.target, core.drafter)
+        weights = WeightWatch(core.target, core.drafter)
         self.pages = PagePool(core.config.prefix_cache, weights, core.stats)
 
     @property
@@ -260,9 +261,9 @@ class Batcher:
             step = chooser_of(self.live), bucket_of(len(self.live))
             if step not in self._started:
                 self._started.add(step)
-                self._give_first()  # a step that may have to be compiled is not waited for
+                self._give_first()  # now: the step may be compiled first, for long
         launched: tuple[Decoding, Launch] | None = None
-        # One token is all some want, and have already.
+        # A request for one token has it from its prefill.
         live = [r for r in self.live if r.guide is None and r.max_new_tokens > 1]
         if live:
             if self._decoding is None:

@@ -4,7 +4,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,10 +15,10 @@ from transformers import AutoTokenizer, PreTrainedModel, TextStreamer
 
 import dscale
 from dscale.cli_pair import DEMO, ON_CPU, packs, pair
+from dscale.cli_text import check_target, encode, opened, record, rows_of
 from dscale.doctor import checks
-from dscale.handle import Result
 from dscale.load import load_model
-from dscale.text import read_prompts
+from dscale.text import check_text, numbered_rows, read_lines, read_prompts
 
 app = typer.Typer(
     help="Speculative decoding for Hugging Face causal language models.",
@@ -53,6 +53,7 @@ WeightsOption = Annotated[
         "its answers"
     ),
 ]
+DTYPES = ("float32", "bfloat16", "float16")
 DtypeOption = Annotated[str | None, typer.Option(help="default: bfloat16 on a GPU, else float32")]
 NewTokens = Annotated[int, typer.Option(min=1, help="tokens to generate at most")]
 Temperature = Annotated[float, typer.Option(min=0, help="0 is greedy")]
@@ -76,16 +77,16 @@ def generate(
     raw: Raw = False,
 ) -> None:
     """Answer prompts, live."""
-    prompts = prompt or [line.rstrip("\n") for line in sys.stdin if line.strip()]
-    if not prompts:
-        raise typer.BadParameter("expected a prompt, as an argument or on stdin")
+    with errors_as_messages():
+        for text in (prompts := prompt or read_lines(sys.stdin)):
+            check_text(text)
     how = (model, drafter, mode, budget, dtype, predictor)
     with attached(*how, weights=weights) as (loaded, tokenizer, spec):
         for text in prompts:
-            ids = torch.tensor([encode(tokenizer, text, raw)], device=loaded.device)
             streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
             before, began = (spec.stats.tokens, spec.stats.passes), time.perf_counter()
-            with told():
+            with errors_as_messages():
+                ids = rows_of(tokenizer, text, raw, 1).to(loaded.device)
                 out = loaded.generate(
                     ids,
                     attention_mask=torch.ones_like(ids),
@@ -117,19 +118,20 @@ def batch(
 ) -> None:
     """Answer a file of prompts, many at a time; one JSON line each, in the order they finish.
     Exits with 1 if requests failed: their lines have an error."""
-    with told():
+    with errors_as_messages():
         check_target(source, target)
-        rows = read_prompts(source) if str(source) != "-" else stdin_rows()
+        rows = read_prompts(source) if str(source) != "-" else numbered_rows(sys.stdin)
     how = (model, drafter, mode, budget, dtype, predictor)
     with attached(*how, max_concurrency=concurrency, weights=weights) as (_, tokenizer, spec):
         inputs = [encode(tokenizer, row["prompt"], raw) for row in rows]
         seeds = [seed + i for i in range(len(rows))] if temperature > 0 else None
         options = settings(max_new_tokens, temperature, None)
-        to_file = str(target) != "-"
-        out = target.open("w", encoding="utf-8") if to_file else nullcontext(sys.stdout)
-        bar = tqdm(total=len(rows), unit="request", desc="dscale")
         began, tokens, failed = time.perf_counter(), 0, 0
-        with out as lines, bar:
+        with (
+            errors_as_messages(),
+            opened(target) as lines,
+            tqdm(total=len(rows), unit="request") as bar,
+        ):
             for result in spec.engine.stream(inputs, seeds=seeds, **options):
                 row = rows[int(result.request_id.removeprefix("req_"))]
                 lines.write(json.dumps(record(row["id"], result, tokenizer)) + "\n")
@@ -167,7 +169,8 @@ def bench(
             name = spec.engine.config.mode if name == "default" else name
             if name == "generate()":
                 spec.detach()
-            ids = torch.tensor([encode(tokenizer, prompt, False)] * requests).to(loaded.device)
+            with errors_as_messages():
+                ids = rows_of(tokenizer, prompt, False, requests).to(loaded.device)
             options: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "do_sample": False}
             options["max_new_tokens"] = max_new_tokens
             loaded.generate(ids, **options)
@@ -211,11 +214,10 @@ def attached(
 ) -> Iterator[tuple[Any, Any, dscale.Attachment]]:
     """The loaded model, its tokenizer and the attachment."""
     kind = dtype or ("bfloat16" if torch.cuda.is_available() else "float32")
-    with told():
-        found = getattr(torch, kind, None)
-        if not isinstance(found, torch.dtype) or not found.is_floating_point:
-            raise ValueError(f"dtype: expected a floating-point type of torch, got {kind!r}")
-        loaded, tokenizer = load(model, found)
+    with errors_as_messages():
+        if kind not in DTYPES:
+            raise ValueError(f"dtype: expected one of {DTYPES}, got {kind!r}")
+        loaded, tokenizer = load(model, getattr(torch, kind))
         rows: Any = int(budget) if budget is not None and budget.isdecimal() else budget
         options |= pair(model, drafter, predictor, mode, rows)
         plain = options.get("weights", "model") == "model"
@@ -226,10 +228,12 @@ def attached(
 
 
 @contextmanager
-def told() -> Iterator[None]:
+def errors_as_messages() -> Iterator[None]:
     """End the command with the message of an error, without its traceback."""
     try:
         yield
+    except BrokenPipeError:  # nobody reads on, and nobody is told
+        raise
     except (ValueError, OSError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from error
@@ -242,50 +246,9 @@ def load(model: str, dtype: torch.dtype) -> tuple[PreTrainedModel, Any]:
     return load_model(model, dtype=dtype), AutoTokenizer.from_pretrained(model)
 
 
-def encode(tokenizer: Any, text: str, raw: bool) -> list[int]:
-    """Token ids of a prompt, as a user turn where the tokenizer has a chat template."""
-    if raw or tokenizer.chat_template is None:
-        return list(tokenizer(text)["input_ids"])
-    turn = [{"role": "user", "content": text}]
-    ids = tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=False)
-    return list(ids)
-
-
 def settings(max_new_tokens: int, temperature: float, seed: int | None) -> dict[str, Any]:
     """Arguments of generate: greedy at temperature 0, else the model's distribution at it."""
     if temperature == 0:
         return {"max_new_tokens": max_new_tokens, "do_sample": False}
     how = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
     return {"max_new_tokens": max_new_tokens, **how} | ({} if seed is None else {"seed": seed})
-
-
-def check_target(source: Path, target: Path) -> None:
-    """Raise ValueError for results that have nowhere to go, or would replace the prompts."""
-    if str(target) == "-":
-        return
-    if target.is_dir() or not target.parent.is_dir():
-        raise ValueError(f"target: expected a file in a folder that exists, got {str(target)!r}")
-    if str(source) != "-" and target.exists() and source.exists() and target.samefile(source):
-        raise ValueError(f"target: expected another file than the prompts', got {str(target)!r}")
-
-
-def stdin_rows() -> list[dict[str, Any]]:
-    """A prompt a line, numbered."""
-    lines = [line.strip() for line in sys.stdin if line.strip()]
-    return [{"id": str(number), "prompt": line} for number, line in enumerate(lines)]
-
-
-def record(name: str, result: Result, tokenizer: Any) -> dict[str, Any]:
-    """One result as a JSON object."""
-    seconds = None
-    if result.finished_at is not None and result.queued_at is not None:
-        seconds = round(result.finished_at - result.queued_at, 4)
-    return {
-        "id": name,
-        "text": tokenizer.decode(result.generated_tokens, skip_special_tokens=True),
-        "tokens": len(result.generated_tokens),
-        "finish_reason": result.finish_reason,
-        "error": result.error,
-        "tokens_per_pass": round(result.tokens_per_pass, 3),
-        "seconds": seconds,
-    }

@@ -17,7 +17,7 @@ def pair(
     model: str, drafter: str | None, predictor: str | None, mode: str | None, budget: Any
 ) -> dict[str, Any]:
     """Drafter, predictor, mode and budget, with what was left open filled in."""
-    nothing_asked = mode is budget is predictor is None
+    nothing_asked = mode is None and budget is None and predictor is None
     if drafter is None and model == DEMO and mode != "ar":
         drafter = str(dscale.demo.drafter())
         if predictor is None and mode in (None, "+budget", "dscale"):

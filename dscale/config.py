@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, TypeGuard, get_args
 
 from dscale.compiled.attention import PREFILL_TILE, VERIFY_TILE
 from dscale.kernels.ops import MAX_LANES
@@ -11,8 +11,8 @@ from dscale.kernels.reference_rows import SEEDS
 
 Budget = int | Literal["half", "auto"] | None
 
-Numbers = Literal["model", "fp8-draft", "fp8"]
-"""Which weights are read in 8-bit floats: none, those of drafts, or the target's layers', too."""
+WeightFormat = Literal["model", "fp8-draft", "fp8"]
+"""Which projections are read as 8-bit floats: none, the drafts', or the target layers' as well."""
 
 Mode = Literal["ar", "dflash", "+tiles", "+budget", "dscale"]
 
@@ -63,13 +63,13 @@ class EngineConfig:
     capture: bool | None = None
     compile_prefill: bool | None = None
     prefix_cache: bool = True
-    weights: Numbers = "model"
+    weights: WeightFormat = "model"
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):
             raise ValueError(f"mode: expected one of {get_args(Mode)}, got {self.mode!r}")
         words = ("half", "auto") if self.adaptive else ()
-        in_range = _is_int(self.budget) and 1 <= self.budget <= VERIFY_TILE  # type: ignore[operator]
+        in_range = is_int(self.budget) and 1 <= self.budget <= VERIFY_TILE
         if self.budget is not None and self.budget not in words and not in_range:
             expected = " or ".join(map(repr, (None, *words)))
             raise ValueError(
@@ -79,15 +79,15 @@ class EngineConfig:
         if self.budget_seed not in SEEDS:
             raise ValueError(f"budget_seed: expected one of {SEEDS}, got {self.budget_seed!r}")
         chunk, pool = self.prefill_chunk, self.pool_tokens
-        if not _is_int(chunk) or chunk < 1 or chunk % PREFILL_TILE:
+        if not is_int(chunk) or chunk < 1 or chunk % PREFILL_TILE:
             raise ValueError(
                 f"prefill_chunk: expected a positive multiple of {PREFILL_TILE}, got {chunk!r}"
             )
-        if pool is not None and (not _is_int(pool) or pool < 1):
+        if pool is not None and (not is_int(pool) or pool < 1):
             raise ValueError(f"pool_tokens: expected None or a positive number, got {pool!r}")
         most = self.max_concurrency
         if most is not None and (
-            not _is_int(most) or most < 1 or (self.adaptive and most > MAX_LANES)
+            not is_int(most) or most < 1 or (self.adaptive and most > MAX_LANES)
         ):
             limit = f" up to {MAX_LANES}" if self.adaptive else ""
             raise ValueError(
@@ -100,8 +100,9 @@ class EngineConfig:
             if not (getattr(self, name) is None or isinstance(getattr(self, name), bool)):
                 value = getattr(self, name)
                 raise ValueError(f"{name}: expected None, True or False, got {value!r}")
-        if self.weights not in get_args(Numbers):
-            raise ValueError(f"weights: expected one of {get_args(Numbers)}, got {self.weights!r}")
+        if self.weights not in get_args(WeightFormat):
+            formats = get_args(WeightFormat)
+            raise ValueError(f"weights: expected one of {formats}, got {self.weights!r}")
         if self.mode == "ar" and self.weights == "fp8-draft":
             raise ValueError("weights: expected 'model' or 'fp8' in mode 'ar', got 'fp8-draft'")
         if self.pack_weights and self.weights != "model":
@@ -113,7 +114,7 @@ class EngineConfig:
 
     @property
     def concurrency(self) -> int:
-        """Requests that may run at once: a decode step has at most MAX_LANES lanes."""
+        """Requests that may run at once: by default as many lanes as an adaptive step can have."""
         return self.max_concurrency or MAX_LANES
 
     @property
@@ -128,7 +129,7 @@ class EngineConfig:
 
     @property
     def average(self) -> int | None:
-        """Fixed rows per live request of an adaptive mode, None where there are none."""
+        """Fixed rows per live request of an adaptive mode; None for "auto" and in other modes."""
         if not self.adaptive:
             return None
         if self.budget == "half" or (self.budget is None and self.mode == "+budget"):
@@ -143,5 +144,6 @@ class EngineConfig:
         return min(width, block_size)
 
 
-def _is_int(value: object) -> bool:
+def is_int(value: object) -> TypeGuard[int]:
+    """Whether a setting is an integer; True and False are not."""
     return isinstance(value, int) and not isinstance(value, bool)

@@ -57,11 +57,11 @@ class Core:
     _stages: dict[Chooser, Stages] = field(default_factory=dict)
     _policies: dict[Chooser, Policy | None] = field(default_factory=dict)
     _costs: dict[Chooser, MeasuredCosts] = field(default_factory=dict)
-    _ready: set[Chooser] = field(default_factory=set)
-    _warmed: set[Chooser] = field(default_factory=set)
+    _ready: set[Chooser] = field(default_factory=set)  # those that captured steps have used
+    _warmed: set[Chooser] = field(default_factory=set)  # those of `warm_up`
     _host: HostStages | None = None
     _prompt: Stage | None = None
-    _warm_prompt: Stage | None = None
+    _warm_prompt: Stage | None = None  # the pass over prompts that `warm_up` has captured
 
     @property
     def rows(self) -> int:
@@ -102,7 +102,7 @@ class Core:
         )
 
     def corrected(self, chooser: Chooser) -> MeasuredCosts | None:
-        """The measured times that decode steps correct: those that a policy counts with."""
+        """Step times for decode steps to correct; None where no policy chooses by times."""
         return self._costs.get(chooser) if self.config.automatic else None
 
     def prefill(self, requests: list[Request], lengths: list[int]) -> FirstTokens | None:

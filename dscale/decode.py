@@ -22,8 +22,9 @@ from dscale.workspace import Workspace, bucket_of
 
 @dataclass(slots=True)
 class Launch:
-    """A step under way: its live requests, how many rows it verifies, and what comes of it; its
-    lanes, and its requests' committed tokens as the host knew them."""
+    """A step under way. `live`: the requests of its first lanes, in order; `choice`: its rows,
+    None where they are uniform; `lanes`: how many, idle ones included; `context`: committed tokens
+    of its requests together, as the host knew them."""
 
     live: list[Request]
     choice: Choice | None
@@ -51,10 +52,10 @@ class Decoding:
     times: Observer | None = None
 
     def launch(self, live: list[Request], *, timed: bool = True) -> Launch:
-        """Start one step of placed requests. `timed`: its time, too, is told to `times`."""
+        """Start one step of placed requests. `timed`: `times` shall hear how long it took."""
         lanes = bucket_of(len(live)) if self.padded else len(live)
         idle = self.workspace.max_requests
-        context = sum(r.context for r in live)
+        context = sum(r.num_tokens for r in live)
         choice = self._choose(lanes, live, context)
         timed = timed and self.late and self.times is not None
         began = mark(self.workspace.device) if timed else None
@@ -64,7 +65,7 @@ class Decoding:
         return Launch(live, choice, results, lanes, context)
 
     def run(self, live: list[Request]) -> None:
-        """Decode placed requests until all have ended, without taking others in."""
+        """Decode placed requests until all have ended, without a batcher that takes others in."""
         pending: Launch | None = None
         while live or pending is not None:
             launched = self.launch(live) if live else None
@@ -99,9 +100,9 @@ class Decoding:
         ended = []
         for request, row, count in zip(launch.live, result_NX, counts, strict=True):
             if request.finished or not (count or row[FAILED]):
-                continue  # its late step, or cancelled meanwhile
+                continue  # it ended in the step before, or was cancelled meanwhile
             if row[FAILED]:
-                request.error = not_finite(request.context)
+                request.error = not_finite(request.num_tokens)
             if count == 0:
                 ended.append(request)
                 continue
@@ -150,7 +151,7 @@ def run_stages(
         return
     decide = stages.decide if choice.draft else stages.anchors
     assert decide is not None
-    workspace.make_room(step, choice.rows, choice.average)
+    workspace.set_room(step, choice.rows, choice.average)
     packed = workspace.packed(lanes, lanes * VERIFY_TILE)
     if stages.host_lengths and choice.draft:
         decide(requests, step)

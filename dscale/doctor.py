@@ -15,11 +15,12 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 from dscale.attach import attach
 from dscale.compiled.drafter import Drafter, DrafterConfig
 from dscale.compiled.kv import PAGE
+from dscale.config import Budget, Mode
 from dscale.kernels import ops
 from dscale.sizing import Memory, free_bytes
 
 PACKAGES = ("dscale", "torch", "transformers", "accelerate", "triton", "numpy")
-MODES: tuple[tuple[Any, Any], ...] = (("ar", None), ("+tiles", None), ("dscale", "half"))
+MODES: tuple[tuple[Mode, Budget], ...] = (("ar", None), ("+tiles", None), ("dscale", "half"))
 VOCAB, HIDDEN, HEADS, LAYERS = 300, 64, 4, 3
 
 
@@ -122,7 +123,7 @@ def operator_arguments() -> dict[str, tuple[Any, ...]]:
     }
 
 
-def identity_check(mode: str, budget: Any, device: torch.device) -> Check:
+def identity_check(mode: Mode, budget: Budget, device: torch.device) -> Check:
     """Whether a tiny random model says in this mode what plain `generate()` says."""
     name = f"mode {mode}"
     try:
@@ -131,7 +132,7 @@ def identity_check(mode: str, budget: Any, device: torch.device) -> Check:
         settings: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False}
         want = model.generate(ids, **settings)
         used = None if mode == "ar" else drafter
-        with attach(model, used, mode=mode, budget=budget) as spec:  # type: ignore[arg-type]
+        with attach(model, used, mode=mode, budget=budget) as spec:
             got = model.generate(ids, **settings)
             passes = spec.stats.steps
     except Exception as error:  # whatever breaks is the finding

@@ -13,6 +13,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 from dscale.compiled.attention import VERIFY_TILE
 from dscale.compiled.drafter import DrafterConfig
 from dscale.compiled.target import TargetConfig
+from dscale.config import is_int
 from dscale.drafter_kinds import (
     ARCHITECTURE,
     NEUTRAL,
@@ -20,8 +21,8 @@ from dscale.drafter_kinds import (
     refusal,
     refuse_other_kinds,
 )
+from dscale.load import STATIC_ROPE
 
-STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 DEFAULT_BLOCK_SIZE = 16
 """Block size of a checkpoint that names none, as in z-lab's own model class."""
 
@@ -155,13 +156,9 @@ def check_fit(config: DrafterConfig, target: TargetConfig) -> None:
 
 def _positive(raw: Mapping[str, Any], key: str) -> int:
     value: Any = raw.get(key)
-    if not _is_int(value) or value < 1:
+    if not is_int(value) or value < 1:
         raise refusal(key, "a positive integer", value)
     return int(value)
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _read(raw: Mapping[str, Any], nested: Mapping[str, Any], key: str) -> Any:
@@ -172,7 +169,7 @@ def _read(raw: Mapping[str, Any], nested: Mapping[str, Any], key: str) -> Any:
 def _block_size(raw: Mapping[str, Any], nested: Mapping[str, Any]) -> int:
     value = _read(raw, nested, "block_size")
     value = DEFAULT_BLOCK_SIZE if value is None else value
-    if not _is_int(value) or not 2 <= value <= VERIFY_TILE:
+    if not is_int(value) or not 2 <= value <= VERIFY_TILE:
         raise refusal("block_size", f"an integer in 2..{VERIFY_TILE}", value)
     return int(value)
 
@@ -188,7 +185,7 @@ def _mask_token_id(
         value = tokenizer.convert_tokens_to_ids(token)
         if value is None or value == getattr(tokenizer, "unk_token_id", None):
             raise refusal("mask_token", "a token of the given tokenizer", token)
-    if not _is_int(value) or value < 0:
+    if not is_int(value) or value < 0:
         raise refusal("mask_token_id", "a token id, 0 or more", value)
     return int(value)
 
@@ -203,7 +200,7 @@ def _taps(
                 "target_layer_ids", "layer ids, or num_target_layers to derive them", None
             )
         return default_taps(depth, num_layers)
-    if not isinstance(value, list | tuple) or not value or not all(map(_is_int, value)):
+    if not isinstance(value, list | tuple) or not value or not all(map(is_int, value)):
         raise refusal("target_layer_ids", "a list of layer ids", value)
     return tuple(value)
 

@@ -26,12 +26,12 @@ from dscale.core import Core
 from dscale.errors import ClosedError
 from dscale.handle import Handle, Result, refused, result_of
 from dscale.request import Request, token_ids
-from dscale.stages import check_numbers
+from dscale.stages import check_weights
 from dscale.stats import Stats
 from dscale.worker import Worker
 
-OnTokens = Callable[[int, list[int]], None]
-
+OnTokens = Callable[[int, list[int]], None]  # a request's index, and its new tokens
+# A request from a prompt, its config, its seed and what overrides the config.
 Prepare = Callable[[list[int], GenerationConfig | None, int | None, dict[str, Any]], Request]
 
 
@@ -59,7 +59,7 @@ class Engine:
         prepare: Prepare = _without_model,
     ) -> None:
         """`prepare`: makes a request of a prompt and generation settings; `attach` gives it."""
-        check_numbers(target, drafter, config.weights)
+        check_weights(target, drafter, config.weights)
         self.target, self.drafter, self.predictor = target, drafter, predictor
         self.config, self.stats = config, Stats()
         self._prepare = prepare

@@ -15,10 +15,10 @@ class Result:
     """A finished request.
 
     `prompt_ids`, `generated_tokens`: token ids, the stop id included. `finish_reason`: "eos",
-    "length", "cancelled" or "error" (then `error` says why; what was generated before stays).
-    `progress`: tokens committed by each decode pass; the first token comes from the prefill.
-    `queued_at`, `first_token_at`, `finished_at`: seconds since the epoch, None where it never came
-    so far."""
+    "length", "stop" (a stop string or another stopping criterion), "cancelled" or "error" (then
+    `error` says why; what was generated before stays). `progress`: tokens committed by each decode
+    pass; the first token comes from the prefill. `queued_at`, `first_token_at`, `finished_at`:
+    seconds since the epoch, None for what never happened."""
 
     request_id: str
     prompt_ids: list[int]

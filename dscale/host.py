@@ -89,7 +89,7 @@ def walk(request: Request, logit_TV: Tensor, candidates: list[int]) -> list[int]
     room = request.max_new_tokens - len(request.tokens)
     for row in range(min(logit_TV.shape[0], room)):
         try:
-            token = guide.choose(logit_TV[row : row + 1], request.context + row)
+            token = guide.choose(logit_TV[row : row + 1], request.num_tokens + row)
         except Exception as error:
             request.error = error
             break

@@ -14,6 +14,8 @@ from dscale.compiled.target import Target, TargetConfig
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")
+"""Kinds of rotary embedding whose frequencies do not change with the length of a text."""
+
 FUSED = (("self_attn", ("q_proj", "k_proj", "v_proj")), ("mlp", ("gate_proj", "up_proj")))
 
 
@@ -40,8 +42,33 @@ def target_config(model: PreTrainedModel) -> TargetConfig:
     cannot run.
 
     Raises ValueError for encoder-decoder models, families outside `FAMILIES`, models without an LM
-    head, sliding windows, activations other than SiLU, rotary embeddings that change with length,
-    projections that are not plain `nn.Linear`, and norms that are not RMS norms."""
+    head or with a bias there, sliding windows, activations other than SiLU, rotary embeddings that
+    change with length, parameters on several devices or in several dtypes, projections that are
+    not plain `nn.Linear`, and norms that are not RMS norms."""
+    _check_kind(model)
+    _check_placement(model)
+    _check_modules(model)
+    config: Any = model.config
+    head_dim = (
+        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    )
+    return TargetConfig(
+        family=config.model_type,
+        num_layers=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=head_dim,
+        vocab_size=model.get_input_embeddings().weight.shape[0],
+        rms_eps=config.rms_norm_eps,
+        rope_scaling=float(getattr(model.model.rotary_emb, "attention_scaling", 1.0)),
+        max_positions=config.max_position_embeddings,
+    )
+
+
+def _check_kind(model: PreTrainedModel) -> None:
+    """Refuse by its config what is no decoder of a known family."""
     kind = type(model).__name__
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"model: expected a transformers PreTrainedModel, got {kind}")
@@ -60,31 +87,13 @@ def target_config(model: PreTrainedModel) -> TargetConfig:
         raise ValueError(f"model: expected layer_types all 'full_attention', got {windows[0]!r}")
     if config.hidden_act != "silu":
         raise ValueError(f"model: expected hidden_act 'silu', got {config.hidden_act!r}")
-    rotary: Any = model.model.rotary_emb
-    rope_type = getattr(rotary, "rope_type", "default")
+    rope_type = getattr(model.model.rotary_emb, "rope_type", "default")
     if rope_type not in STATIC_ROPE:
         raise ValueError(f"model: expected rope_type in {STATIC_ROPE}, got {rope_type!r}")
-    _check_placement(model)
-    _check_modules(model)
-    head_dim = (
-        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    )
-    return TargetConfig(
-        family=family,
-        num_layers=config.num_hidden_layers,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=head_dim,
-        vocab_size=model.get_input_embeddings().weight.shape[0],
-        rms_eps=config.rms_norm_eps,
-        rope_scaling=float(getattr(rotary, "attention_scaling", 1.0)),
-        max_positions=config.max_position_embeddings,
-    )
 
 
 def _check_placement(model: PreTrainedModel) -> None:
+    """Refuse parameters on several devices or in several dtypes."""
     devices = {p.device for p in model.parameters()}
     if len(devices) != 1 or torch.device("meta") in devices:
         raise ValueError(

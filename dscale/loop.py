@@ -55,6 +55,8 @@ class Loop:
         generation_config: Any = None,
         **model_kwargs: Any,
     ) -> Tensor | GenerateDecoderOnlyOutput:
+        """Decode all rows; returns what `Attachment.generate` returns. `input_ids` int64 [rows,
+        length], already repeated for `num_return_sequences`."""
         made = self.prepare(
             model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs
         )

@@ -107,15 +107,16 @@ class AutoBudget:
     brings the next probe forward to 16 steps."""
 
     costs: Costs
-    _accepted: float = 8.0
-    _expected: float = 8.0
+    _accepted: float = 8.0  # candidates, decayed
+    _expected: float = 8.0  # by their scores, decayed alike
+    # Scores that 0, 1, ... C more rows per request bring, averaged over steps.
     _gain: Floats = field(default_factory=lambda: np.append(np.float32(0), _PRIOR.cumsum()))
-    _samples: int = _PRIOR_STEPS
-    _age: int = 0
-    _plain: bool = False
-    _wait: int = 0
-    _interval: int = PROBE_FIRST
-    _probed: bool = False
+    _samples: int = _PRIOR_STEPS  # requests' steps behind the gain
+    _age: int = 0  # choices since a drafted step was last heard of
+    _plain: bool = False  # plain decoding wins
+    _wait: int = 0  # steps until the next probe
+    _interval: int = PROBE_FIRST  # and from that one to the one after
+    _probed: bool = False  # a probe's results have come
 
     @property
     def calibration(self) -> float:

@@ -17,7 +17,7 @@ from dscale.compiled.prefill import Chunk
 from dscale.request import Request
 
 TILES = (2, 4, 6, 8, 12, 16, 24, 32)
-"""Tiles of a captured chunk, powers of two beyond; from 2 for the reason that lanes are."""
+"""Tiles of a captured chunk, powers of two beyond. From 2, as lanes: see `workspace.BUCKETS`."""
 
 FILL_ROWS = TILES[-1] * PREFILL_TILE
 """Rows of one prefill pass, unless `prefill_chunk` alone is more. Enough for a large GPU: at 8B

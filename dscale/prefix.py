@@ -9,7 +9,7 @@ from dscale.compiled.kv import PAGE
 from dscale.pages import PageAllocator, page_keys
 from dscale.request import Request
 from dscale.stats import Stats
-from dscale.weights import Weights
+from dscale.weights import WeightWatch
 
 
 @dataclass(slots=True)
@@ -18,10 +18,10 @@ class PagePool:
     in both caches are found by later prompts that begin alike."""
 
     sharing: bool
-    weights: Weights
+    weights: WeightWatch
     stats: Stats
     allocator: PageAllocator = field(default_factory=lambda: PageAllocator(1))
-    _looked: bool = False
+    _looked: bool = False  # at the weights, since requests have been running
 
     def reset(self, num_pages: int) -> None:
         """Begin anew with a pool of so many pages, all free."""
@@ -55,13 +55,14 @@ class PagePool:
         return True
 
     def follow(self, filling: list[Request]) -> list[Request]:
-        """Give those whose leader has got its prompt done, or has gone, the pages it shared;
-        returns them, to be placed again."""
+        """Give requests whose leader has prefilled its prompt, or has ended, the pages that are
+        shared by now; returns them, to be placed again."""
         found = [r for r in filling if r.leader is not None and r.leader not in filling]
         for request in found:
             self.stats.prefix_hits -= request.prefilled
             self.allocator.give_back(request.pages)
-            assert self.reserve(request, [])  # needs no more than it had
+            reserved = self.reserve(request, [])
+            assert reserved, "a request needs no more pages than it had"
         return found
 
     def share(self, request: Request, text: list[int]) -> None:

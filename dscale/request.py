@@ -33,8 +33,8 @@ class Request:
     pass. `finish_reason` is set at the end, with `error` where it is "error". `queued_at`,
     `first_token_at`, `finished_at`: seconds since the epoch. `prefilled`: prompt tokens in the
     caches; `scores`: the latest of its drafts. `keys`: its prompt's page keys, once needed.
-    `leader`: whose prefill, of a beginning both have, this one waits for.
-    `sink`: who is told."""
+    `leader`: a request that prefills a beginning both have, which this one waits for. `sink`: who
+    is told."""
 
     prompt: list[int]
     max_new_tokens: int
@@ -70,8 +70,8 @@ class Request:
         return pages_for(len(self.prompt), self.max_new_tokens)
 
     @property
-    def context(self) -> int:
-        """Tokens so far, the prompt's and its own."""
+    def num_tokens(self) -> int:
+        """Tokens so far, the prompt's and its own; as it decodes, its context and the anchor."""
         return len(self.prompt) + len(self.tokens)
 
     @property
@@ -130,7 +130,7 @@ class Request:
             self.sink(self, [])
 
     def check(self, vocab_size: int) -> None:
-        """Raise ValueError naming the field that no request can have."""
+        """Raise ValueError naming the first field with a value that no request can have."""
         if not self.prompt:
             raise ValueError(
                 "input_ids: expected at least one prompt token per row, got an empty prompt"

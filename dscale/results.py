@@ -16,8 +16,8 @@ from dscale.request import Request
 
 
 def mark(device: torch.device, *, timed: bool = True) -> Any:
-    """This point of the GPU's work, None on other devices. `timed`: the time between two of them
-    can be told."""
+    """An event at this point of the GPU's work, None on other devices. `timed`: with its time, so
+    that `elapsed_time` works."""
     if device.type != "cuda":
         return None
     make: Any = torch.cuda.Event
@@ -37,7 +37,7 @@ class Results:
 
     @classmethod
     def of(cls, result_NX: Tensor, *, late: bool, began: Any = None) -> Results:
-        """Send a step's results to the host. Not `late`: wait for them."""
+        """Send a step's results to the host, and wait for them unless they may come `late`."""
         if not late or result_NX.device.type != "cuda":
             return cls(result_NX.to("cpu", copy=True))
         host_NX = torch.empty(result_NX.shape, dtype=torch.int32, pin_memory=True)
@@ -72,7 +72,7 @@ class FirstTokens:
         for request, row in zip(self.requests, self.results.read()[self.lanes], strict=True):
             if request.finished:
                 continue  # cancelled meanwhile
-            request.error = not_finite(request.context) if row[FAILED] else request.error
+            request.error = not_finite(request.num_tokens) if row[FAILED] else request.error
             if request.error is None:
                 request.give(row[TOKENS][: row[COUNT]].tolist())
             if request.error is not None or request.stopped or not row[LIVE]:

@@ -164,7 +164,8 @@ def roomy(
     else:
         slots = config.max_concurrency or (CALL_SLOTS if memory.gpu else 0)
         sizes["max_requests"] = max(sizes["max_requests"], bucket_of(slots) if slots else 0)
-        pages = 2 * old["num_pages"] if need["num_pages"] > old.get("num_pages", 1 << 62) else 0
+        outgrown = bool(old) and need["num_pages"] > old["num_pages"]
+        pages = 2 * old["num_pages"] if outgrown else 0
         pages = min(max(pages, memory.call_pages), int(SHARE * memory.free) // memory.page)
         sizes["num_pages"] = max(sizes["num_pages"], pages)
     if serving or memory.gpu:

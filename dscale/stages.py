@@ -17,10 +17,12 @@ from dscale.compiled.sampling import Chooser
 from dscale.compiled.shares import PARTS
 from dscale.compiled.target import Target
 from dscale.compiled.verify import Verify
-from dscale.config import EngineConfig, Numbers
+from dscale.config import EngineConfig, WeightFormat
 from dscale.workspace import Workspace
 
 Stage = Callable[..., Any]
+"""Prefill or its PromptPass, Decide, Anchors or Verify, compiled or not: changes the buffers that
+it is called with and returns nothing."""
 
 CONTROL_BLOCK = 128
 """Rows of a query block in mode "dflash": the paper's baseline verifies with its prefill tile."""
@@ -97,9 +99,10 @@ def build_stages(
     )
 
 
-def quantized(target: Target, drafter: Drafter | None, weights: Numbers) -> Drafter | None:
-    """Let a target, which is not used otherwise, read the weights that a setting names; returns
-    a drafter that does, over those of one that may be used otherwise, too."""
+def set_weights(target: Target, drafter: Drafter | None, weights: WeightFormat) -> Drafter | None:
+    """Make the 8-bit copies that a setting asks for: the target, which belongs to one engine, gets
+    them in place. Returns a drafter for the same engine, over the weights of the given one, which
+    stays as it is because other engines may use it, too."""
     if weights == "fp8":
         target.quantize()
     if drafter is None:
@@ -107,8 +110,8 @@ def quantized(target: Target, drafter: Drafter | None, weights: Numbers) -> Draf
     return drafter.shared() if weights == "model" else drafter.quantized(target.head)
 
 
-def check_numbers(target: Target, drafter: Drafter | None, weights: Numbers) -> None:
-    """Raise ValueError unless both are as `quantized` makes them for this setting."""
+def check_weights(target: Target, drafter: Drafter | None, weights: WeightFormat) -> None:
+    """Raise ValueError unless both have the copies that `set_weights` makes for this setting."""
     layers, drafts = target.is_quantized, drafter is not None and drafter.head is not None
     wanted = (weights == "fp8", weights != "model" and drafter is not None)
     if (layers, drafts) != wanted:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 
 @dataclass(slots=True)
 class Stats:
     """Totals since the engine was made (or `reset`).
 
-    `steps`: decode passes of the whole batch. `passes`: the same counted per request (target
-    passes a request took part in). `tokens`: tokens committed by decode passes; the first token of
-    a request comes from its prefill. `drafted`, `accepted`: candidates verified and kept, the
-    successor not counted. `prompt_tokens`: prefilled; `prefix_hits`: found in the cache instead.
-    `uncaptured_steps`: those of `steps` in
-    which the host chose (docs/design.md, "Host path")."""
+    `calls`: of `generate`; `requests`: queued. `steps`: decode passes of the whole batch.
+    `passes`: the same counted per request (target passes a request took part in). `tokens`: tokens
+    committed by decode passes; the first token of a request comes from its prefill. `drafted`,
+    `accepted`: candidates verified and kept, the successor not counted. `prompt_tokens`:
+    prefilled; `prefix_hits`: prompt tokens found in the cache instead. `uncaptured_steps`: those
+    of `steps` in which the host chose (docs/design.md, "Host path"). `prefill_seconds`,
+    `decode_seconds`: of the engine's thread. `last_progress`: per request of the last call, tokens
+    of each pass."""
 
     calls: int = 0
     requests: int = 0
@@ -50,8 +52,6 @@ class Stats:
 
     def reset(self) -> None:
         """Set every counter to zero."""
-        for name, value in zip(self.__slots__, Stats()._values(), strict=True):
-            setattr(self, name, value)
-
-    def _values(self) -> list[object]:
-        return [getattr(self, name) for name in self.__slots__]
+        fresh = Stats()
+        for counter in fields(self):
+            setattr(self, counter.name, getattr(fresh, counter.name))

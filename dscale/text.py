@@ -1,9 +1,11 @@
-"""Prompt files: one JSON object a line, `.jsonl` or `.jsonl.gz`, read whole and checked."""
+"""Prompt files: one JSON object a line, `.jsonl` or `.jsonl.gz`, read whole and checked; and
+prompts a line."""
 
 import gzip
 import json
 import os
 import zlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,33 @@ def read_prompts(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     return rows
 
 
+def read_lines(lines: Iterable[str]) -> list[str]:
+    """The lines that are not blank, without their ends. Raises ValueError where there are none, or
+    one is no text."""
+    prompts = [line.rstrip("\r\n") for line in lines if line.strip()]
+    for prompt in prompts:
+        check_text(prompt)
+    if not prompts:
+        raise ValueError("prompt: expected at least one line of text, got none")
+    return prompts
+
+
+def numbered_rows(lines: Iterable[str]) -> list[dict[str, Any]]:
+    """Rows as `read_prompts` gives them, of a prompt a line, numbered. Raises as `read_lines`."""
+    prompts = read_lines(lines)
+    return [{"id": str(number), "prompt": text.strip()} for number, text in enumerate(prompts)]
+
+
+def check_text(prompt: str) -> None:
+    """Raise ValueError for a string that no tokenizer takes: with half a character of UTF-16, as
+    JSON may have, or with bytes that are not UTF-8, as a shell may hand over."""
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        shown = _short(prompt)
+        raise ValueError(f"prompt: expected Unicode text, got {shown} ({error})") from None
+
+
 def _lines(path: Path) -> list[bytes]:
     data = path.read_bytes()
     if path.suffix == ".gz":
@@ -57,6 +86,7 @@ def _row(line: bytes) -> dict[str, Any]:
         value = row.get(key)
         if not isinstance(value, str) or not value.strip():
             raise ValueError(f"{key}: expected a string with text, got {_short(value)}")
+    check_text(row["prompt"])
     return row
 
 

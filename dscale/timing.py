@@ -29,6 +29,8 @@ CAPTURE_RUNS = 3
 """Calls until a bucket replays: one runs, one records, one replays."""
 
 HEATING_RUNS, TIMED_RUNS, EAGER_RUNS = 8, 5, 2
+"""Calls before a timing that are not timed, calls that are on a GPU, and on a CPU."""
+
 ENDLESS = 1 << 20
 """Tokens a lane may still emit."""
 
@@ -37,15 +39,17 @@ NEAR_CONTEXT, LONG_CONTEXT = PAGE, 1024
 another become alike (mean cosine 0.9, behind a page of noise 0.01: 12 random layers of width 512),
 and on the same numbers a GPU computes faster."""
 
-# How a step that was served corrects its bucket's time: by a tenth of the difference, of which at
-# most a twentieth counts. So 7 % are gone to 1 % after some 20 steps, while a step that something
-# else held up moves its bucket by 0.5 % at most: one that seems slower than it is may never be
-# tried again.
-WEIGHT, MOST = 0.1, 0.05
-# Where served steps correct one bucket, the others keep the errors of their timing. Until OWN
-# steps of its own a drafted one counts as up to OPTIMISM cheaper than it seems, so that what may
-# be as good is tried and comes to be known: as much as timings and loops were seen to differ.
-OWN, OPTIMISM = 20, 0.04
+CORRECTION, LARGEST_ERROR = 0.1, 0.05
+"""A served step moves its bucket's time by this share of the difference, of which at most so much
+of the time counts. An error of 7 % is down to 1 % after some 20 steps, while a step that something
+else held up moves its bucket by 0.5 % at most: one that seems slower than it is may never be tried
+again."""
+
+KNOWN_AFTER, OPTIMISM = 20, 0.04
+"""Only buckets that are used are corrected; the others keep the errors of their timing. So a
+drafted bucket counts as up to OPTIMISM cheaper than it seems until it has had so many steps of its
+own: what may be as good is tried, and its time comes to be known. Timings and loops were seen to
+differ by as much."""
 
 
 def buckets_to(lanes: int) -> list[int]:
@@ -63,22 +67,22 @@ class MeasuredCosts:
     observed: Counter[tuple[int, int | None]] = field(default_factory=Counter)
 
     def of(self, lanes: int, rows: int) -> Cost:
-        """Of one bucket, as a choice should count it. Raises KeyError for one that was never
-        measured."""
+        """A bucket's cost as a choice should count it: a little known one's is lowered. Raises
+        KeyError for one that was never measured."""
         cost = self.table[lanes, rows]
-        unknown = max(0.0, 1 - self.observed[lanes, rows] / OWN) if rows else 0.0
+        unknown = max(0.0, 1 - self.observed[lanes, rows] / KNOWN_AFTER) if rows else 0.0
         factor = 1 - OPTIMISM * unknown
         return Cost(cost.base * factor, cost.per_token * factor)
 
     def observe(self, lanes: int, rows: int | None, context: int, milliseconds: float) -> None:
-        """Correct a bucket by a step of so much total context. Both its terms by one factor: they
-        stay positive at every context. Nothing comes of a bucket that was never measured, nor of
-        a time that is none."""
+        """Correct a bucket by a served step of `context` committed tokens in all. Both terms of
+        its cost change by one factor, so that they stay positive. A bucket that was never measured
+        stays so; a time that is not a positive number is left out."""
         cost = self.table.get((lanes, rows))
         if cost is None or not 0 < milliseconds < math.inf:
             return
         off = milliseconds / cost.at(context) - 1
-        factor = 1 + WEIGHT * min(max(off, -MOST), MOST)
+        factor = 1 + CORRECTION * min(max(off, -LARGEST_ERROR), LARGEST_ERROR)
         self.table[lanes, rows] = Cost(cost.base * factor, cost.per_token * factor)
         self.observed[lanes, rows] += 1
 
@@ -120,7 +124,7 @@ class Runner:
 
     def __init__(self, workspace: Workspace, stages: Stages, alone: bool) -> None:
         self.workspace, self.stages, self.alone = workspace, stages, alone
-        self._noisy = 1  # pages from here on have no noise yet; the first is for scratch
+        self._noisy = 1  # first page without noise yet; page 0 is scratch
 
     def slots(self, lanes: int) -> list[int]:
         """The slots of a step's lanes."""

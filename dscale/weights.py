@@ -1,5 +1,4 @@
-"""Whether weights are still what they were: what is cached of a prompt is worth no more than
-they."""
+"""Noticing writes to a model's weights, which make cached prompts and copied weights stale."""
 
 from __future__ import annotations
 
@@ -12,9 +11,9 @@ SAMPLES = 16
 """Elements of each tensor that are compared."""
 
 
-class Weights:
-    """Remembers the tensors of some modules by how often they were written to, and, because a
-    write through `.data` is not counted, by a few elements of each."""
+class WeightWatch:
+    """Notices writes to the tensors of some modules: by PyTorch's count of writes to each and,
+    because one through `.data` is not counted, by a few elements."""
 
     def __init__(self, *modules: nn.Module | None) -> None:
         self._modules = [module for module in modules if module is not None]

@@ -20,6 +20,7 @@ from dscale.cpu_threads import release_threads
 from dscale.errors import ClosedError
 
 Command = Callable[[Batcher], None]
+"""What the engine's thread does between two rounds, or a round itself."""
 
 
 class Worker:

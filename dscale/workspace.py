@@ -158,7 +158,7 @@ class Workspace:
         self._send(step.slot_N, slots)
         return step
 
-    def make_room(self, step: Step, rows: int, average: int) -> None:
+    def set_room(self, step: Step, rows: int, average: int) -> None:
         """Tell a step how many rows it may verify, in all and per live request."""
         self._send(step.room, [rows, average])
 

@@ -51,6 +51,7 @@ def _accept(
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
+    """BLOCK lanes: where their candidates part from the choices, and what was chosen there."""
     lane = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_lane = lane < lanes
     count = tl.load(length + lane, mask=is_lane, other=0)

@@ -29,6 +29,7 @@ def _clear_pages(
     parts: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
+    """BLOCK words of a page of a buffer."""
     program = tl.program_id(0)
     start = tl.load(table + tl.program_id(1)).to(tl.pointer_type(tl.int64))
     page = tl.load(table + buffers + program // parts)

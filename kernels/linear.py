@@ -92,6 +92,8 @@ def _split_linear(
     BLOCK_K: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
+    """One part along K of a tile of the result. The last program of a tile to finish, as `turn`
+    counts them, adds its parts up."""
     if EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()

@@ -68,6 +68,7 @@ def _merge_shares(
     E_BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
+    """H_BLOCK heads of a row: its only share as it is, or a running softmax over its shares."""
     row = tl.program_id(0)
     head, at = tl.program_id(1) * H_BLOCK + tl.arange(0, H_BLOCK), tl.arange(0, E_BLOCK)
     if EARLY:

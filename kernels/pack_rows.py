@@ -77,6 +77,7 @@ def _pack(
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
+    """BLOCK packed rows; the first program writes the offsets and tile cells of all lanes, too."""
     program = tl.program_id(0)
     lane = tl.arange(0, LANES)
     is_lane = lane < lanes

@@ -1,7 +1,7 @@
-"""Eager references of the custom operations: the specification, and the implementation on the CPU.
+"""Torch code that stages run on every device, without a kernel of ours: the noise of sampling, and
+acceptance of uniform rows. References of the operations are in the files `reference_*`.
 
-Shapes: N lanes, W rows per lane, C candidate tokens kept per row, V vocabulary.
-"""
+Shapes: N lanes, W rows per lane."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""How a custom operation is checked and registered, without Triton."""
+"""How a custom operation is checked and registered, without Triton.
+
+An operation `x` has its schema, checks and result shapes in one of the files `*ops.py`, its eager
+reference in one of `reference_*.py`, and its launcher in `x.py`, imported when it first runs on a
+GPU."""
 
 from __future__ import annotations
 

@@ -160,6 +160,8 @@ def _join_groups(
     RUN: tl.constexpr,
     TOP: tl.constexpr,
 ) -> None:
+    """A row from its parts: sums joined, the argmax, and TOP largest logits out of the TOP groups
+    with the largest peaks."""
     row = tl.program_id(0).to(tl.int64)
     logit += row * row_stride
     inf = float("inf")

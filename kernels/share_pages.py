@@ -51,6 +51,8 @@ def _share_pages(
     SPARE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
+    """BLOCK of `parts` sub-lanes, and as many rows. SPARE: there are more sub-lanes than lanes;
+    else each lane is its own."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_part, is_row = at < parts, at < rows
     row_lane = tl.load(lane_of + at, mask=is_row, other=0).to(tl.int32)

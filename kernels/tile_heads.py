@@ -87,6 +87,7 @@ def _tile_heads(
     NORMED: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
+    """The queries of a tile cell, or behind the `cells`, key and value of a row."""
     program = tl.program_id(0)
     if EARLY:
         tl.extra.cuda.gdc_wait()

@@ -1,5 +1,6 @@
 """Models and settings that attach refuses, before anything is changed."""
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -172,3 +173,12 @@ def test_a_drafter_of_another_dtype_or_model(drafter: Drafter) -> None:
         with pytest.raises(ValueError, match="drafter"):
             dscale.attach(model, drafter)
         assert "generate" not in vars(model)
+
+
+def test_a_drafter_needs_a_model_in_which_it_does_not_overflow(drafter: Drafter) -> None:
+    model = tiny_model().to(torch.float16)
+    for given in (drafter, copy.deepcopy(drafter).to(torch.float16), dscale.demo.drafter()):
+        with pytest.raises(ValueError, match=r"^model: expected .* got torch.float16"):
+            dscale.attach(model, given)
+    with dscale.attach(model):
+        assert model.generate(IDS, max_new_tokens=2).shape == (1, IDS.shape[1] + 2)

@@ -18,6 +18,7 @@ from dscale import Attachment
 from dscale.compiled.drafter import Drafter
 from dscale.compiled.layer import PROJECTIONS
 from dscale.stages import split_products
+from dscale.weights import WeightWatch
 
 IDS = torch.tensor([prompt(9)])
 NEW = 20
@@ -112,6 +113,30 @@ def test_packed_weights(drafter: Drafter, want: torch.Tensor) -> None:
             model.generate(IDS, max_new_tokens=NEW)
     with pytest.raises(ValueError, match=r"pack_weights: .*bfloat16"):
         dscale.attach(tiny_model().to(torch.bfloat16), pack_weights=True)
+
+
+def test_weights_are_not_read_while_requests_run(
+    drafter: Drafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU that would wait for the step under way."""
+    looks, same = [], WeightWatch.same
+
+    def watched(self: WeightWatch) -> bool:
+        looks.append(self)
+        return same(self)
+
+    monkeypatch.setattr(WeightWatch, "same", watched)
+    with dscale.attach(tiny_model(), drafter, pack_weights=True, prefix_cache=False) as spec:
+        held = threading.Event()
+        spec.engine._worker.tell(lambda batcher: held.wait(60))
+        first, looked = spec.engine.submit([1, 2, 3], max_new_tokens=2), len(looks)
+        second = spec.engine.submit([4, 5, 6], max_new_tokens=2)
+        assert len(looks) == looked > 0
+        held.set()
+        for handle in (first, second):
+            handle.result()
+        spec.engine.submit([4, 5, 6], max_new_tokens=2).result()
+        assert len(looks) > looked
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
@@ -222,10 +247,10 @@ def test_a_drafter_that_is_handed_in_stays_as_it_is(drafter: Drafter, want: torc
             assert used[0] is not None
             assert used[1] is not None
             split_products(other.engine.target, used[1])
-            assert [set(each.weights(0).aids) for each in used] == [set(PROJECTIONS), set()]
+            assert [set(each.layer(0).aids) for each in used] == [set(PROJECTIONS), set()]
             assert used[1].turn is not None
             assert used[0].turn is None
-    assert not drafter.weights(0).aids
+    assert not drafter.layer(0).aids
     assert drafter.turn is None
 
 

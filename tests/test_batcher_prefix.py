@@ -15,7 +15,7 @@ from dscale.compiled.drafter import Drafter
 from dscale.compiled.kv import PAGE
 from dscale.pages import PageAllocator, page_keys
 from dscale.request import Request
-from dscale.weights import Weights
+from dscale.weights import WeightWatch
 
 MODES = ["ar", "dflash", "+tiles", "+budget", "dscale"]
 HEAD = prompt(1000)
@@ -148,7 +148,7 @@ def test_a_weight_that_is_no_number_is_no_change() -> None:
     model = tiny_model()
     embedding = model.model.embed_tokens.weight
     embedding.data[0, 0] = torch.nan
-    known = Weights(model)
+    known = WeightWatch(model)
     assert [known.same() for _ in range(3)] == [False, True, True]
     embedding.data[0, 0] = 1.0
     assert [known.same() for _ in range(2)] == [False, True]

@@ -33,7 +33,7 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("weights", WEIGHTS)
 def test_shapes_are_quantized_as_the_engine_does(weights: Any) -> None:
     models = build(SHAPES["tiny"], torch.device("cpu"), torch.float32, weights=weights)
-    assert set(models.drafter.weights(0).scales) == set(PROJECTIONS)
+    assert set(models.drafter.layer(0).scales) == set(PROJECTIONS)
     assert models.drafter.head is not None
     assert models.target.is_quantized == (weights == "fp8")
 

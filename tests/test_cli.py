@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 import dscale.cli
 import dscale.doctor
 from dscale.cli_pair import pair
+from dscale.cli_text import encode
 from dscale.kernels import ops
 
 Pair = tuple[Any, Any]
@@ -21,7 +22,7 @@ PROMPTS = ["What is 2 + 3?", "Say hello.", "Name a colour."]
 def run(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Any:
     """Call a command; the embedded model is loaded once for all tests."""
 
-    def call(*arguments: str, code: int = 0, stdin: str | None = None) -> Any:
+    def call(*arguments: str, code: int = 0, stdin: str | bytes | None = None) -> Any:
         if arguments[0] != "doctor":
             pair: Pair = request.getfixturevalue("smollm")
             monkeypatch.setattr(dscale.cli, "load", lambda model, dtype: pair)
@@ -37,7 +38,7 @@ def answers(pair: Pair, new: int) -> list[str]:
     model, tokenizer = pair
     out = []
     for prompt in PROMPTS:
-        ids = torch.tensor([dscale.cli.encode(tokenizer, prompt, raw=False)])
+        ids = torch.tensor([encode(tokenizer, prompt, raw=False)])
         tokens = model.generate(ids, max_new_tokens=new, do_sample=False)[0, ids.shape[1] :]
         out.append(tokenizer.decode(tokens, skip_special_tokens=True))
     return out
@@ -58,7 +59,9 @@ def test_generate(run: Any, smollm: Pair) -> None:
         for seed in ("1", "1", "2")
     ]
     assert sampled[0] == sampled[1] != sampled[2]
-    run("generate", code=2, stdin="")
+    for stdin in ("", b"Hi \xff\n"):
+        assert "error: " in run("generate", code=2, stdin=stdin).stderr
+    assert "error: prompt: " in run("generate", "Hi \udcff", code=2).stderr
 
 
 @pytest.mark.parametrize(
@@ -68,6 +71,7 @@ def test_generate(run: Any, smollm: Pair) -> None:
         (["--mode", "fast"], "mode: "),
         (["--temperature", "nan"], "temperature"),
         (["--dtype", "int7"], "dtype: "),
+        (["--dtype", "float8_e4m3fn"], "dtype: "),
         (["--weights", "int8"], "weights: "),
         (["--drafter", "/nowhere"], "drafter: "),
         (["--max-new-tokens", "0"], "--max-new-tokens"),
@@ -113,6 +117,10 @@ def test_batch_targets(run: Any, tmp_path: Path) -> None:
     for target in (tmp_path / "none" / "out.jsonl", tmp_path, source):
         assert "error: target: " in run("batch", str(source), str(target), code=2).stderr
     assert source.read_text() == '{"id": "a", "prompt": "Hi"}\n'
+    assert "error: prompt: " in run("batch", "-", "-", code=2, stdin="\n").stderr
+    for target in ("/dev/full", "/proc/out.jsonl"):  # said when it is written to
+        options = ("--max-new-tokens", "2", "--mode", "ar")
+        assert "error: [Errno" in run("batch", str(source), target, *options, code=2).stderr
 
 
 def test_batch_says_how_many_failed(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,6 +139,7 @@ def test_bench(run: Any) -> None:
     assert all("tokens/s" in line and "tokens per pass" in line for line in lines)
     for option in ("--max-new-tokens", "--repeats", "--requests"):
         assert option in run("bench", option, "0", code=2).stderr
+    assert "error: prompt: " in run("bench", "--prompt", "\udcff", code=2).stderr
     nothing = ("--drafter", "none", "--weights", "fp8-draft", "--max-new-tokens", "1")
     assert "error: weights: expected" in run("bench", *nothing, code=2).stderr
 

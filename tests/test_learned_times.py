@@ -9,7 +9,14 @@ import pytest
 from budget_simulator import Always, World, simulate
 
 from dscale.policy import MULTIPLES, AutoBudget, Choice, Cost, Floats
-from dscale.timing import MOST, OPTIMISM, OWN, WEIGHT, MeasuredCosts, cost_of
+from dscale.timing import (
+    CORRECTION,
+    KNOWN_AFTER,
+    LARGEST_ERROR,
+    OPTIMISM,
+    MeasuredCosts,
+    cost_of,
+)
 
 
 def table() -> MeasuredCosts:
@@ -21,20 +28,20 @@ def test_a_step_corrects_its_bucket_alone() -> None:
         costs = table()
         before = dict(costs.table)
         costs.observe(8, rows, context, 1.03 * cost)
-        assert costs.table[8, rows].at(context) == pytest.approx(cost * (1 + 0.03 * WEIGHT))
+        assert costs.table[8, rows].at(context) == pytest.approx(cost * (1 + 0.03 * CORRECTION))
         assert {k: v for k, v in costs.table.items() if before[k] != v}.keys() == {(8, rows)}
         assert costs.observed == {(8, rows): 1}
     costs = table()
     costs.observe(8, 64, 2000, 9.7)
-    assert costs.table[8, 64].base == pytest.approx(8.0 * (1 - 0.03 * WEIGHT))
-    assert costs.table[8, 64].per_token == pytest.approx(1e-3 * (1 - 0.03 * WEIGHT))
+    assert costs.table[8, 64].base == pytest.approx(8.0 * (1 - 0.03 * CORRECTION))
+    assert costs.table[8, 64].per_token == pytest.approx(1e-3 * (1 - 0.03 * CORRECTION))
 
 
-@pytest.mark.parametrize(("took", "share"), [(300.0, MOST), (0.1, -MOST)])
+@pytest.mark.parametrize(("took", "share"), [(300.0, LARGEST_ERROR), (0.1, -LARGEST_ERROR)])
 def test_one_step_moves_little(took: float, share: float) -> None:
     costs = table()
     costs.observe(8, 64, 0, took)
-    assert costs.table[8, 64].base == pytest.approx(8.0 * (1 + WEIGHT * share))
+    assert costs.table[8, 64].base == pytest.approx(8.0 * (1 + CORRECTION * share))
     assert abs(costs.table[8, 64].base / 8.0 - 1) < 0.006
 
 
@@ -164,9 +171,9 @@ def test_little_known_buckets_count_as_cheaper() -> None:
     costs = table()
     assert costs.of(8, 64) == Cost(8.0 * (1 - OPTIMISM), 1e-3 * (1 - OPTIMISM))
     assert costs.of(8, 0) == Cost(5.0)
-    for at in range(1, OWN + 5):
+    for at in range(1, KNOWN_AFTER + 5):
         costs.observe(8, 64, 0, 8.0)
-        share = max(0.0, 1 - at / OWN)
+        share = max(0.0, 1 - at / KNOWN_AFTER)
         assert costs.of(8, 64).base == pytest.approx(8.0 * (1 - OPTIMISM * share))
 
 

@@ -1,6 +1,5 @@
 """weights="fp8": what is rounded, answers of such a target, refusals, weights that change."""
 
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from dscale.config import EngineConfig
 from dscale.engine import Engine
 from dscale.kernels.reference_scaled import E4M3, quantize_rows
 from dscale.load import build_target
-from dscale.weights import Weights
 
 IDS = torch.arange(3, 40)[None] % 50
 NEW = 24
@@ -87,11 +85,11 @@ def test_eight_bit_drafts_change_no_answer(budget: Any, drafter: Drafter) -> Non
         used, target = spec.engine.drafter, spec.engine.target
         assert used is not None
         assert not target.is_quantized
-        assert set(used.weights(0).scales) == set(PROJECTIONS)
+        assert set(used.layer(0).scales) == set(PROJECTIONS)
     # The drafter itself may serve others, in its own dtype.
-    assert drafter.head is drafter.context is None
-    assert not drafter.weights(0).quantized
-    assert used.weights(0).down is drafter.weights(0).down
+    assert drafter.head is drafter.context_copy is None
+    assert not drafter.layer(0).quantized
+    assert used.layer(0).down is drafter.layer(0).down
 
 
 def test_eight_bit_drafts_are_nearly_the_same(drafter: Drafter) -> None:
@@ -173,37 +171,13 @@ def test_a_drafter_that_changes_is_refused_for_good(tmp_path: Path) -> None:
     with dscale.attach(model, drafter, weights="fp8-draft"), dscale.attach(other, drafter):
         model.generate(IDS, max_new_tokens=2)
         with torch.no_grad():
-            drafter.weights(0).down.mul_(2)
+            drafter.layer(0).down.mul_(2)
         for _ in range(2):
             with pytest.raises(ValueError, match=r"^drafter: its weights .* weights='fp8-draft'"):
                 model.generate(IDS, max_new_tokens=2)
         assert torch.equal(other.generate(IDS, max_new_tokens=NEW), want)
     with dscale.attach(model, drafter, weights="fp8-draft"):
         assert torch.equal(model.generate(IDS, max_new_tokens=NEW), want)
-
-
-def test_weights_are_not_read_while_requests_run(
-    drafter: Drafter, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a GPU that would wait for the step under way."""
-    looks, same = [], Weights.same
-
-    def watched(self: Weights) -> bool:
-        looks.append(self)
-        return same(self)
-
-    monkeypatch.setattr(Weights, "same", watched)
-    with dscale.attach(tiny_model(), drafter, weights="fp8", prefix_cache=False) as spec:
-        held = threading.Event()
-        spec.engine._worker.tell(lambda batcher: held.wait(60))
-        first, looked = spec.engine.submit([1, 2, 3], max_new_tokens=2), len(looks)
-        second = spec.engine.submit([4, 5, 6], max_new_tokens=2)
-        assert len(looks) == looked > 0
-        held.set()
-        for handle in (first, second):
-            handle.result()
-        spec.engine.submit([4, 5, 6], max_new_tokens=2).result()
-        assert len(looks) > looked
 
 
 def test_refusals(drafter: Drafter) -> None:

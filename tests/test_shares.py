@@ -18,9 +18,9 @@ from dscale.compiled.attention import (
     SharedTables,
     Tile,
     attend,
+    attention_inputs,
     block_mask,
     block_tables,
-    view,
 )
 from dscale.compiled.flow import uniform_rows
 from dscale.compiled.kv import PAGE, Paging, write
@@ -62,7 +62,7 @@ def test_each_page_is_in_the_tables_of_one_sub_lane_and_its_mask_keeps_to_them(
         whole, tile = (Tile(height=HEIGHT, causal=causal, parts=p) for p in (0, PARTS))
         tables = block_tables(paging, whole, 4)
         mask = block_mask(tables, paging, whole, 4)
-        rows, apart, seen = view(uniform_rows(paging, HEIGHT, HEIGHT), paging, tile, 4)
+        rows, apart, seen = attention_inputs(uniform_rows(paging, HEIGHT, HEIGHT), paging, tile, 4)
         assert isinstance(seen, SharedTables)
         masks = block_mask(seen.tables, apart, tile, 4)
         assert len(rows.row_NT) == len(seen.tables.full_count) == parts
@@ -105,7 +105,7 @@ def test_attention_of_shares_equals_dense_attention(causal: bool, group: int) ->
         write(pool, rows.slot_R, *torch.randn(2, num_rows, KV_HEADS, HEAD_DIM))
         q_RHE = torch.randn(num_rows, KV_HEADS * group, HEAD_DIM)
         want = dense(q_RHE, pool, rows, paging, tile)
-        apart, shared, seen = view(rows, paging, tile, group)
+        apart, shared, seen = attention_inputs(rows, paging, tile, group)
         got = attend(tiles_of(q_RHE, apart.row_NT, group), pool, apart, shared, tile, seen)
         assert got.shape == want.shape
         assert got.sub(want)[:-1].abs().max() < 2e-5, context
@@ -128,7 +128,7 @@ def attended(paging: Paging, tile: Tile, dtype: torch.dtype = torch.float32) -> 
     rows = uniform_rows(paging, HEIGHT, HEIGHT)
     shape = (len(rows.lane_R), KV_HEADS * 3, HEAD_DIM)
     q_RHE = torch.randn(shape, generator=generator).to(device, dtype)
-    rows, paging, seen = view(rows, paging, tile, 3)
+    rows, paging, seen = attention_inputs(rows, paging, tile, 3)
     tiles = tiles_of(q_RHE, rows.row_NT, 3)
     return attend(tiles, (key, value), rows, paging, tile, seen)
 
@@ -161,7 +161,7 @@ def test_compiled_tables_are_the_eager_ones_and_one_compile_serves_all_lanes() -
         paging = Paging(*(table[lane_N] for table in pages))
         row_NT = lane_N[:, None] + torch.arange(HEIGHT)
         rows = Rows(lane_R, lane_R, lane_R, tile_row_R, row_NT)
-        rows, paging, seen = view(rows, paging, tile, 4)
+        rows, paging, seen = attention_inputs(rows, paging, tile, 4)
         assert isinstance(seen, SharedTables)
         return [rows.row_NT, rows.lane_R, *paging, *seen.tables, seen.count_R]
 

@@ -32,6 +32,7 @@ def test_plain_and_gzip_agree(tmp_path: Path) -> None:
         (b'{"id": 7, "prompt": "x"}', "line 3: id: expected a string with text, got 7"),
         (b'{"id": "c"}', "line 3: prompt: expected a string with text, got None"),
         (b'{"id": "c", "prompt": " "}', "line 3: prompt: expected a string with text, got ' '"),
+        (rb'{"id": "c", "prompt": "\ud83d"}', "line 3: prompt: expected Unicode text"),
         (b'{"id": "a", "prompt": "x"}', r"line 3: expected a new id, got 'a' again \(line 1\)"),
     ],
 )

@@ -104,7 +104,7 @@ def test_steps_say_how_long_they_took(gpu: list[Moment]) -> None:
     decoding, requests = decoding_of(CASES["dscale-auto"], Scripted(*choices), times=heard)
     contexts, pending = [], []
     for _ in choices:
-        contexts.append(sum(r.context for r in requests))
+        contexts.append(sum(r.num_tokens for r in requests))
         pending.append(decoding.launch(requests))
         if len(pending) > 1:
             decoding.finish(pending.pop(0))

@@ -1,4 +1,4 @@
-"""The drop-in: an attached model and its `generate`."""
+"""The drop-in: an attachment, and the `generate` it gives a model."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from dscale.load import build_target, unfuse
 from dscale.loop import Call, Loop, Preparation
 from dscale.request import Request
 from dscale.sampling import KNOWN
-from dscale.stages import quantized
+from dscale.stages import set_weights
 from dscale.stats import Stats
-from dscale.weights import Weights
+from dscale.weights import WeightWatch
 
 
 class Attachment:
@@ -38,7 +38,7 @@ class Attachment:
         self.model: Any = model
         target = build_target(model, taps)
         try:
-            used = quantized(target, drafter, config.weights)
+            used = set_weights(target, drafter, config.weights)
             if config.pack_weights:
                 target.pack()
                 if used is not None:
@@ -48,16 +48,16 @@ class Attachment:
             unfuse(model)
             raise
         self.stats: Stats = self.engine.stats
-        # A copy of them would not change with them.
+        # Packed and 8-bit copies do not follow a write to what they were made from.
         self._copied = config.pack_weights or config.weights != "model"
-        self._weights = _weights(model, self._copied)
-        self._written = {"model": Weights(target)}
+        self._parameters = _parameters(model, self._copied)
+        self._watches = {"model": WeightWatch(target)}
         if used is not None:
-            self._written["drafter"] = Weights(used)
+            self._watches["drafter"] = WeightWatch(used)
         self._stale: str | None = None
         if self._copied:
             self._look()
-            self._stale = None
+            self._stale = None  # a first look finds everything new
         self._replaced = model.__dict__.get("generate")
         model.__dict__["generate"] = _Generate(self)
         model.__dict__["_dscale"] = self
@@ -76,7 +76,7 @@ class Attachment:
         if self._replaced is not None:
             self.model.__dict__["generate"] = self._replaced
         self.engine.close()
-        del self.engine, self._written
+        del self.engine, self._watches
         unfuse(self.model)
 
     def _request(
@@ -142,17 +142,19 @@ class Attachment:
         )
 
     def _look(self) -> None:
-        """Note whose weights were written to since the last look: for good, as their copies stay
-        as they are."""
-        for name, written in self._written.items():
-            if not written.same():
+        """Note in `_stale` whose weights were written to since the last look. It stays noted: the
+        copies are never made anew."""
+        for name, watch in self._watches.items():
+            if not watch.same():
                 self._stale = self._stale or name
 
     def _check_weights(self) -> None:
+        """Raise ValueError where the engine no longer computes with the model's weights."""
         # Looking waits for the device. Weights may only change while no request runs.
         if self._copied and not self.engine.num_open:
             self._look()
-        stale = self._stale if _weights(self.model, self._copied) == self._weights else "model"
+        unmoved = _parameters(self.model, self._copied) == self._parameters
+        stale = self._stale if unmoved else "model"
         if stale is not None:
             config = self.engine.config
             setting = "pack_weights" if config.pack_weights else f"weights={config.weights!r}"
@@ -229,7 +231,7 @@ class _Generate:
         return functools.partial, (type(model).generate, model)
 
 
-def _weights(model: PreTrainedModel, versions: bool) -> list[tuple[object, ...]]:
+def _parameters(model: PreTrainedModel, versions: bool) -> list[tuple[object, ...]]:
     """Module, name and address of every parameter, and with `versions` how often it was written
     to."""
     return [
