@@ -72,6 +72,9 @@ def _check_inputs(ids: Any, mask: Any) -> None:
         shape = None if ids is None else tuple(ids.shape)
         if not isinstance(mask, Tensor) or tuple(mask.shape) != shape:
             raise _refusal("attention_mask", f"a tensor of the shape of input_ids, {shape}", mask)
+        other = mask[(mask != 0) & (mask != 1)]
+        if other.numel():
+            raise _refusal("attention_mask", "zeros and ones", other[0].item())
 
 
 def stop_strings_of(generation_config: Any, of_model: Any, kwargs: Mapping[str, Any]) -> Any:

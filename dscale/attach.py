@@ -52,7 +52,8 @@ def attach(
     naming it; the model is then as it was."""
     if getattr(model, "_dscale", None) is not None:
         raise ValueError("model: already attached; call detach() on what attach returned first")
-    mode = mode or ("ar" if drafter is None else "dscale")
+    if mode is None:
+        mode = "ar" if drafter is None else "dscale"
     config = EngineConfig(
         mode=mode,
         budget=budget,
@@ -154,5 +155,5 @@ def generate(
             if value is not None:
                 raise ValueError(f"{name}: the model is attached already; expected None")
         return attached.generate(inputs, **kwargs)
-    with attach(model, drafter, weights=weights or "model") as spec:
+    with attach(model, drafter, weights="model" if weights is None else weights) as spec:
         return spec.generate(inputs, **kwargs)

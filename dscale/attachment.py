@@ -15,8 +15,9 @@ from dscale.compiled.drafter import Drafter
 from dscale.compiled.predictor import Predictor
 from dscale.config import EngineConfig
 from dscale.engine import Engine
+from dscale.errors import ClosedError
 from dscale.load import build_target, unfuse
-from dscale.loop import Call, Loop, Preparation
+from dscale.loop import Call, Loop, NeedsDevice, Preparation, Prepared
 from dscale.request import Request
 from dscale.sampling import KNOWN
 from dscale.stages import set_weights
@@ -88,13 +89,10 @@ class Attachment:
     ) -> Request:
         """The request that `generate` would make of one prompt without padding."""
         if self.model.__dict__.get("_dscale") is not self:
-            raise ValueError("model: detached meanwhile; attach again")
+            raise ClosedError("model: detached meanwhile; attach again")
         if not input_ids or not all(isinstance(token, int) for token in input_ids):
             raise ValueError(f"input_ids: expected a list of token ids, got {input_ids!r}")
-        # A mask of ones: without it a pad id in the prompt would be taken for padding.
-        ids = torch.tensor([input_ids], device=self.model.device)
-        arguments = {"attention_mask": torch.ones_like(ids), **kwargs}
-        made: Any = self._run(Preparation, ids, generation_config, arguments, seed=seed)
+        made = self._prepared(input_ids, generation_config, seed, kwargs)
         if len(made.requests) != 1:
             raise ValueError(
                 f"num_return_sequences: expected 1 of a submitted prompt, got {len(made.requests)}"
@@ -106,6 +104,39 @@ class Attachment:
             )
         request.judge = made.judge
         return request
+
+    def _prepared(
+        self,
+        input_ids: list[int],
+        generation_config: GenerationConfig | None,
+        seed: int | None,
+        kwargs: dict[str, Any],
+    ) -> Prepared:
+        """What transformers makes of one prompt: on the CPU, as far as nothing of it must be on
+        the model's device. There each of a dozen reads would wait for the step under way."""
+        own = ("logits_processor", "stopping_criteria", "attention_mask")
+        given = any(kwargs.get(name) is not None for name in own)
+        if self.model.device.type != "cpu" and not given:
+            try:
+                return self._on(torch.device("cpu"), input_ids, generation_config, seed, kwargs)
+            except NeedsDevice:
+                pass
+        return self._on(self.model.device, input_ids, generation_config, seed, kwargs)
+
+    def _on(
+        self,
+        device: torch.device,
+        input_ids: list[int],
+        generation_config: GenerationConfig | None,
+        seed: int | None,
+        kwargs: dict[str, Any],
+    ) -> Prepared:
+        """One prompt prepared on a device. Raises NeedsDevice where it must be the model's."""
+        ids = torch.tensor([input_ids], device=device)
+        # A mask of ones: without it a pad id in the prompt would be taken for padding.
+        arguments = {"attention_mask": torch.ones_like(ids), **kwargs}
+        made: Prepared = self._run(Preparation, ids, generation_config, arguments, seed=seed)
+        return made
 
     def _run(
         self,
@@ -136,9 +167,13 @@ class Attachment:
             kwargs["stop_strings"] = None
         if streamer is not None:
             kwargs["streamer"] = streamer
+        model = self.model
+        if loop is Preparation and inputs is not None:
+            call.elsewhere = inputs.device != model.device
+            model = _Elsewhere(model, inputs.device) if call.elsewhere else model
         made = loop(self.engine, call)
         return GenerationMixin.generate(
-            self.model, inputs, generation_config, custom_generate=made, **kwargs
+            model, inputs, generation_config, custom_generate=made, **kwargs
         )
 
     def _look(self) -> None:
@@ -214,6 +249,17 @@ class Attachment:
         finally:
             if streamer is not None:
                 streamer.end()
+
+
+class _Elsewhere:
+    """A model that says it is on another device: what transformers prepares for it is there, too,
+    and it does not warn of inputs that are not on the model's."""
+
+    def __init__(self, model: PreTrainedModel, device: torch.device) -> None:
+        self._model, self.device = model, device
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
 
 
 class _Generate:

@@ -36,7 +36,7 @@ class EngineConfig:
     None for the full width. In "+budget" and "dscale": rows per live request on average, 1 to 16;
     "half" for 8; "auto" (also None in "dscale") to choose the capacity of each step by expected
     progress over measured time; None in "+budget" is "half". `budget_seed`: where Algorithm 1
-    starts, one of kernels.reference_rows.SEEDS.
+    starts, one of kernels.reference_rows.SEEDS; "none" in other modes, which have no use for it.
 
     `prefill_chunk`: prompt tokens per request and prefill pass, a multiple of 64. `pool_tokens`:
     capacity of the paged cache in tokens; None chooses it from free memory (`dscale/sizing.py`).
@@ -78,6 +78,10 @@ class EngineConfig:
             )
         if self.budget_seed not in SEEDS:
             raise ValueError(f"budget_seed: expected one of {SEEDS}, got {self.budget_seed!r}")
+        if self.budget_seed != "none" and not self.adaptive:
+            raise ValueError(
+                f"budget_seed: expected 'none' in mode {self.mode!r}, got {self.budget_seed!r}"
+            )
         chunk, pool = self.prefill_chunk, self.pool_tokens
         if not is_int(chunk) or chunk < 1 or chunk % PREFILL_TILE:
             raise ValueError(

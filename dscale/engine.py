@@ -25,7 +25,7 @@ from dscale.config import EngineConfig
 from dscale.core import Core
 from dscale.errors import ClosedError
 from dscale.handle import Handle, Result, refused, result_of
-from dscale.request import Request, token_ids
+from dscale.request import Request, seeds_of, token_ids
 from dscale.stages import check_weights
 from dscale.stats import Stats
 from dscale.worker import Worker
@@ -146,6 +146,8 @@ class Engine:
         self.check(request)
         with self._lock:
             request_id = self._free_id() if request_id is None else request_id
+            if not isinstance(request_id, str):
+                raise ValueError(f"request_id: expected a string, got {request_id!r}")
             if self._taken(request_id):
                 raise ValueError(f"request_id: expected a new one, got {request_id!r} again")
             handle = self._open[request_id] = Handle(request_id, request, self.cancel)
@@ -186,10 +188,9 @@ class Engine:
         """Queue prompts and give their results as they finish, with ids "req_<place in inputs>"
         that are their own. A prompt that cannot run gives a result with its error; leaving the
         loop early cancels the rest. `seeds`: one per prompt."""
-        if seeds is not None and len(seeds) != len(inputs):
-            raise ValueError(f"seeds: expected {len(inputs)}, one per prompt, got {len(seeds)}")
-        each = [None] * len(inputs) if seeds is None else seeds
-        return self._stream(inputs, generation_config, each, kwargs)
+        for name in {"seed", "request_id"} & kwargs.keys():
+            raise ValueError(f"{name}: expected none for several prompts, got {kwargs[name]!r}")
+        return self._stream(inputs, generation_config, seeds_of(inputs, seeds), kwargs)
 
     def _stream(
         self,

@@ -3,7 +3,7 @@ argument is a plain ValueError."""
 
 
 class ClosedError(ValueError):
-    """An engine was asked for something after `close()`."""
+    """An engine was asked for something after `close()`, or in a fork of its process."""
 
 
 class FetchError(RuntimeError):

@@ -44,10 +44,11 @@ def target_config(model: PreTrainedModel) -> TargetConfig:
     Raises ValueError for encoder-decoder models, families outside `FAMILIES`, models without an LM
     head or with a bias there, sliding windows, activations other than SiLU, rotary embeddings that
     change with length, parameters on several devices or in several dtypes, projections that are
-    not plain `nn.Linear`, and norms that are not RMS norms."""
+    not plain `nn.Linear`, norms that are not RMS norms, and forward hooks."""
     _check_kind(model)
     _check_placement(model)
     _check_modules(model)
+    _check_hooks(model)
     config: Any = model.config
     head_dim = (
         getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -127,6 +128,15 @@ def _check_modules(model: PreTrainedModel) -> None:
                 raise ValueError(
                     f"model: expected a bias in all or none of layers.{index}.{part}.{names}"
                 )
+
+
+def _check_hooks(model: PreTrainedModel) -> None:
+    """Refuse forward hooks, which nobody would call: one may change what a layer computes, or set
+    its weights. Those of transformers, which stay after some of its calls, only look."""
+    for name, module in model.named_modules():
+        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+            if not str(getattr(hook, "__module__", "")).startswith("transformers."):
+                raise ValueError(f"model: expected no forward hooks, got one on {name or 'it'!r}")
 
 
 def build_target(model: PreTrainedModel, taps: tuple[int, ...] = ()) -> Target:

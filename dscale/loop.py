@@ -16,12 +16,20 @@ from dscale.engine import Engine
 from dscale.guide import Guide, Processors
 from dscale.request import Request
 from dscale.sampling import refuse_unsupported, request_settings, row_seeds
-from dscale.stopping import Judge, add_stop_strings, length_limit, needs_judge, stop_ids
+from dscale.stopping import (
+    Judge,
+    add_stop_strings,
+    check_pad,
+    length_limit,
+    needs_judge,
+    stop_ids,
+)
 
 
 @dataclass(slots=True)
 class Call:
-    """What a call of `generate` has that transformers does not hand to a decoding loop."""
+    """What a call of `generate` has that transformers does not hand to a decoding loop.
+    `elsewhere`: its inputs are not on the model's device."""
 
     streamer: Any = None
     seed: int | list[int] | None = None
@@ -29,6 +37,7 @@ class Call:
     tokenizer: Any = None
     processors: list[Any] = field(default_factory=list)
     allowed_tokens: Any = None
+    elsewhere: bool = False
 
 
 @dataclass(slots=True)
@@ -100,6 +109,8 @@ class Loop:
         judge = None
         if needs_judge(criteria) or (call.streamer is not None and len(requests) > 1):
             judge = Judge(input_ids, criteria, generation_config._pad_token_tensor)
+        elif len(requests) > 1 and requests[0].stop_ids:
+            check_pad(generation_config._pad_token_tensor)
         return Prepared(requests, judge, criteria)
 
     def requests(
@@ -171,8 +182,14 @@ class Loop:
             self.call.streamer.put(torch.tensor([token]))
 
 
+class NeedsDevice(Exception):
+    """A prompt that was prepared elsewhere must be on the model's device."""
+
+
 class Preparation(Loop):
-    """Stops where the loop would begin: what transformers makes of the settings of one prompt."""
+    """Stops where the loop would begin: what transformers makes of the settings of one prompt.
+    Raises NeedsDevice for ids elsewhere than on the model's device, where its logits processors
+    run: before anything is drawn or built."""
 
     def __call__(
         self,
@@ -183,6 +200,10 @@ class Preparation(Loop):
         generation_config: Any = None,
         **model_kwargs: Any,
     ) -> Any:
+        call = self.call
+        processors = Processors(model, logits_processor, call.processors, call.allowed_tokens)
+        if call.elsewhere and processors.needed(generation_config):
+            raise NeedsDevice
         return self.prepare(
             model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs
         )
@@ -217,10 +238,6 @@ def assemble(
         return judge.input_ids
     pad = generation_config._pad_token_tensor
     longest = max(len(r.tokens) for r in requests)
-    if any(len(r.tokens) < longest for r in requests) and pad is None:
-        raise ValueError(
-            "pad_token_id: expected an id when rows stop at different lengths, got None"
-        )
     fill = int(pad) if pad is not None else 0
     new = torch.tensor([r.tokens + [fill] * (longest - len(r.tokens)) for r in requests])
     return torch.cat((input_ids, new.to(input_ids.device)), 1)

@@ -156,7 +156,23 @@ def token_ids(given: Any) -> list[int]:
         ) from None
     if not ids:
         raise ValueError("input_ids: expected at least one prompt token, got an empty prompt")
+    worst = next((token for token in ids if not -(2**63) <= token < 2**63), None)
+    if worst is not None:
+        raise ValueError(f"input_ids: expected token ids of 64 bits, got {worst}")
     return ids
+
+
+def seeds_of(prompts: Any, seeds: Any) -> list[Any]:
+    """A seed for each of some prompts, or None. Raises ValueError for prompts that are not in a
+    list or the like, and for seeds that are not one per prompt."""
+    for name, given in (("inputs", prompts), ("seeds", [] if seeds is None else seeds)):
+        if not hasattr(given, "__len__"):
+            raise ValueError(f"{name}: expected a list, one per prompt, got {given!r}")
+    if seeds is None:
+        return [None] * len(prompts)
+    if len(seeds) != len(prompts):
+        raise ValueError(f"seeds: expected {len(prompts)}, one per prompt, got {len(seeds)}")
+    return list(seeds)
 
 
 def finish_reason(request: Request) -> FinishReason:

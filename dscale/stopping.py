@@ -21,11 +21,8 @@ class Judge:
         `pad`: the pad id. Raises ValueError when finished rows need a pad id and there is none."""
         self.criteria, self.input_ids = criteria, input_ids
         self.pads = any(hasattr(c, "eos_token_id") for c in criteria)
-        if self.pads and pad is None:
-            raise ValueError(
-                "pad_token_id: expected an id when a stopping criterion has an eos_token_id, "
-                "got None"
-            )
+        if self.pads:
+            check_pad(pad)
         self.pad = 0 if pad is None else int(pad)
         self.steps = 0
         self.lengths: list[int | None] = [None] * input_ids.shape[0]
@@ -68,6 +65,14 @@ class Judge:
         for row in stopped:
             self.lengths[row] = self.steps
         return token_N, stopped
+
+
+def check_pad(pad: Tensor | None) -> None:
+    """Raise ValueError where finished rows need a pad id and there is none."""
+    if pad is None:
+        raise ValueError(
+            "pad_token_id: expected an id when a stopping criterion has an eos_token_id, got None"
+        )
 
 
 def stop_ids(criteria: list[Any]) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ CUDA graphs belong to the thread that recorded them, so one thread makes all ste
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -36,9 +37,11 @@ class Worker:
         if batcher.core.target.norm.device.type == "cuda":
             load_trees()
         self._thread: threading.Thread | None = None
+        self._process = 0
 
     def tell(self, command: Command) -> None:
-        """Run `command(batcher)` on the thread, between rounds. Raises ValueError when closed."""
+        """Run `command(batcher)` on the thread, between rounds. Raises ValueError when closed, and
+        in a fork of the process, which has no such thread."""
         with self._lock:
             if self._closed:
                 raise ClosedError("engine: expected an open one, got one that was closed")
@@ -48,6 +51,12 @@ class Worker:
                     target=_work, args=arguments, name="dscale", daemon=True
                 )
                 self._thread.start()
+                self._process = os.getpid()
+            if self._process != os.getpid():
+                raise ClosedError(
+                    "engine: expected the process that its thread runs in, got a fork of it; "
+                    "detach and attach again there"
+                )
             self._inbox.put(command)
         if self._on_cpu and self._thread is not threading.current_thread():
             release_threads()

@@ -5,7 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tiny import VOCAB, prompt, tiny_drafter, tiny_model
+from tiny import (
+    VOCAB,
+    always_wrong,
+    left_padded,
+    oracle,
+    prompt,
+    ragged,
+    tiny_drafter,
+    tiny_model,
+)
 from torch import Tensor
 
 import dscale
@@ -13,6 +22,12 @@ from dscale import Attachment
 
 ROWS = [prompt(9), prompt(130), prompt(1), prompt(70)]
 """The prompts of a ragged batch."""
+
+BATCH = left_padded(ROWS, pad=VOCAB - 1)
+IDS = torch.tensor([prompt(9)])
+ONE = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
+DRAFTERS = [oracle, always_wrong, ragged, None]
+"""Drafts that are all accepted, that never are, that partly are; and the random drafter's."""
 
 
 def attached(folder: Path) -> Iterator[Attachment]:

@@ -10,6 +10,7 @@ import torch
 from scripted import random_predictor
 from tiny import VOCAB, prompt, tiny_drafter, tiny_model
 from torch import nn
+from torch.nn.utils import prune
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -59,6 +60,14 @@ def missing_bias(model: Any) -> None:
 
 def other_norm(model: Any) -> None:
     model.model.layers[1].post_attention_layernorm = nn.LayerNorm(32)
+
+
+def steered(model: Any) -> None:
+    model.model.layers[1].register_forward_hook(lambda module, given, out: out + 1)
+
+
+def pruned(model: Any) -> None:
+    prune.l1_unstructured(model.model.layers[1].mlp.up_proj, "weight", 0.5)
 
 
 def half_head(model: Any) -> None:
@@ -112,6 +121,8 @@ MODELS: dict[str, tuple[str, Callable[[], Any]]] = {
     "head with bias": ("head.*bias", lambda: changed(head_bias)),
     "bias on some": ("none of layers.1.self_attn", lambda: changed(missing_bias, "qwen2")),
     "other norm": ("LayerNorm", lambda: changed(other_norm)),
+    "hook": ("no forward hooks, .*'model.layers.1'", lambda: changed(steered)),
+    "pruned": ("no forward hooks, .*layers.1.mlp.up_proj", lambda: changed(pruned)),
 }  # fmt: skip
 
 
@@ -133,6 +144,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"budget": 17}, {"budget": True}, {"budget": 2.0}, {"budget": "most"}, {"budget": ()},
     {"budget": "half", "mode": "dflash"}, {"budget": "auto", "mode": "+tiles"},
     {"budget": 0, "mode": "+budget"}, {"budget_seed": "anchor"}, {"budget_seed": None},
+    {"budget_seed": "paper", "mode": "dflash"}, {"mode": ""}, {"mode": []},
     {"predictor": "/nonexistent"}, {"predictor": "/tmp", "mode": "+tiles"},
     {"budget": 4, "drafter": None}, {"prefill_chunk": 100}, {"prefill_chunk": 0},
     {"pool_tokens": 0}, {"pool_tokens": 1.5}, {"capture": True}, {"capture": "yes"},
@@ -150,6 +162,16 @@ def test_settings_that_are_refused(settings: dict[str, Any], drafter: Drafter) -
         dscale.attach(model, **{"drafter": drafter, **settings})
     assert "generate" not in vars(model)
     assert [p.untyped_storage().data_ptr() for p in model.parameters()] == before
+
+
+def test_hooks_of_transformers_stay() -> None:
+    """They are there after a call like this one, and only look."""
+    model = tiny_model()
+    model(IDS, output_hidden_states=True)
+    model.enable_input_require_grads()
+    want = model.generate(IDS, max_new_tokens=2)
+    with dscale.attach(model):
+        assert torch.equal(model.generate(IDS, max_new_tokens=2), want)
 
 
 def test_a_predictor_made_for_another_drafter(drafter: Drafter, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from soak import References, soak
-from tiny import prompt, tiny_drafter, tiny_model
+from tiny import prompt
 
 import dscale
 from bench.soak_load import all_back
@@ -19,18 +19,6 @@ from dscale.request import Request
 MODES = ["ar", "dflash", "+tiles", "+budget", "dscale"]
 POOL = 24 * 128
 Rounds = Callable[..., Batcher]
-
-
-@pytest.fixture(scope="module")
-def references() -> References:
-    return References()
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Drafter]:
-    """A model to attach to, and a random drafter for it."""
-    model = tiny_model()
-    return model, tiny_drafter(tmp_path_factory.mktemp("drafter"), model)
 
 
 @pytest.fixture

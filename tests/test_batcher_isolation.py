@@ -22,11 +22,6 @@ POISON = VOCAB - 1
 """A token whose embedding is NaN in some tests."""
 
 
-@pytest.fixture(scope="module")
-def references() -> References:
-    return References()
-
-
 def babel() -> Any:
     """A model that answers in the alphabet of its context: token t belongs to alphabet t // 31,
     told by one hidden dimension each, which every layer leaves alone and the head lets decide."""

@@ -2,48 +2,20 @@
 
 import gc
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from soak import References
-from tiny import prompt, tiny_drafter, tiny_model
+from tiny import prompt
 
-import dscale
 from bench.soak_load import WAIT, all_back
 from dscale import Attachment
-from dscale.compiled.drafter import Drafter
+from dscale.errors import ClosedError
 
 Attach = Callable[..., Attachment]
-
-
-@pytest.fixture(scope="module")
-def references() -> References:
-    return References()
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Drafter]:
-    """A model to attach to, and a random drafter for it."""
-    model = tiny_model()
-    return model, tiny_drafter(tmp_path_factory.mktemp("drafter"), model)
-
-
-@pytest.fixture
-def attach(pair: tuple[Any, Drafter]) -> Iterator[Attach]:
-    """Attach the pair with a small pool; detach at the end."""
-    specs: list[Attachment] = []
-
-    def make(**settings: Any) -> Attachment:
-        settings = {"pool_tokens": 12 * 128, "max_concurrency": 3, "prefill_chunk": 128} | settings
-        specs.append(dscale.attach(*pair, **settings))
-        return specs[-1]
-
-    yield make
-    for spec in specs:
-        spec.detach()
 
 
 BAD: list[tuple[str, Any, dict[str, Any]]] = [
@@ -117,6 +89,41 @@ def test_leaving_a_stream_cancels_the_rest(attach: Attach) -> None:
     all_back(engine)
     with pytest.raises(ValueError, match="seeds: expected 2"):
         engine.stream([[1], [2]], seeds=[3])
+
+
+ARGUMENTS: list[tuple[str, Any, dict[str, Any]]] = [
+    ("inputs", None, {}), ("inputs", iter([[1]]), {}), ("seeds", [[1]], {"seeds": 3}),
+    ("seed", [[1]], {"seed": 3}), ("request_id", [[1]], {"request_id": "one"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "prompts", "kwargs"), ARGUMENTS)
+def test_arguments_of_many_prompts(
+    name: str, prompts: Any, kwargs: dict[str, Any], attach: Attach
+) -> None:
+    engine = attach().engine
+    for call in (engine.stream, engine.generate_batch):
+        with pytest.raises(ValueError, match=f"^{name}: expected"):
+            call(prompts, max_new_tokens=2, do_sample=True, **kwargs)
+    assert engine.stats.requests == 0
+
+
+def test_arguments_of_one_prompt(attach: Attach) -> None:
+    engine: Any = attach().engine
+    with pytest.raises(ValueError, match=r"^request_id: expected a string, got \[3\]"):
+        engine.submit([1], request_id=[3], max_new_tokens=2)
+    with pytest.raises(ValueError, match=r"^input_ids: expected token ids of 64 bits"):
+        engine.submit([1, 1 << 70], max_new_tokens=2)
+    assert engine.num_open == engine.stats.requests == 0
+
+
+def test_a_detached_engine_raises_as_a_closed_one(attach: Attach) -> None:
+    spec = attach()
+    engine = spec.engine
+    spec.detach()
+    for call in (engine.submit, lambda ids, **kwargs: engine.generate_batch([ids], **kwargs)):
+        with pytest.raises(ClosedError, match="model: detached"):
+            call([1, 2], max_new_tokens=2)
 
 
 def resident() -> int:

@@ -4,18 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from contract import ROWS, check
-from tiny import (
-    VOCAB,
-    always_wrong,
-    continuation,
-    left_padded,
-    oracle,
-    plain,
-    prompt,
-    ragged,
-    script,
-)
+from contract import BATCH, DRAFTERS, IDS, ONE, ROWS, check
+from tiny import VOCAB, always_wrong, continuation, left_padded, oracle, plain, prompt, script
 from torch import Tensor
 from transformers import (
     LogitsProcessor,
@@ -28,11 +18,7 @@ from transformers import (
 
 from dscale import Attachment
 
-IDS = torch.tensor([prompt(9)])
-ONE = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
-BATCH = left_padded(ROWS, pad=VOCAB - 1)
 NEW = 34
-DRAFTERS = [oracle, always_wrong, ragged, None]
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from contract import ROWS, Letters
+from contract import BATCH, IDS, ROWS, Letters
 from tiny import (
     VOCAB,
     always_wrong,
@@ -33,8 +33,6 @@ from transformers.utils import logging as transformers_logging
 
 from dscale import Attachment
 
-IDS = torch.tensor([prompt(9)])
-BATCH = left_padded(ROWS, pad=VOCAB - 1)
 NEW = 40
 
 

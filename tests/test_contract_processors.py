@@ -4,15 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-from contract import ROWS, check
+from contract import BATCH, DRAFTERS, ONE, ROWS, check
 from tiny import (
-    VOCAB,
     always_wrong,
     continuation,
-    left_padded,
     oracle,
     plain,
-    prompt,
     ragged,
     script,
     tiny_drafter,
@@ -22,11 +19,7 @@ from tiny import (
 import dscale
 from dscale import Attachment
 
-IDS = torch.tensor([prompt(9)])
-ONE = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
-BATCH = left_padded(ROWS, pad=VOCAB - 1)
 NEW = 34
-DRAFTERS = [oracle, always_wrong, ragged, None]
 
 
 @pytest.fixture(scope="module")

@@ -4,25 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-from contract import ROWS
-from tiny import (
-    VOCAB,
-    always_wrong,
-    continuation,
-    left_padded,
-    oracle,
-    plain,
-    prompt,
-    ragged,
-)
+from contract import BATCH, IDS, ROWS
+from tiny import continuation, plain, prompt
 
 from dscale import Attachment
 
-IDS = torch.tensor([prompt(9)])
-ONE = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
-BATCH = left_padded(ROWS, pad=VOCAB - 1)
 NEW = 34
-DRAFTERS = [oracle, always_wrong, ragged, None]
 
 
 @pytest.fixture(scope="module")

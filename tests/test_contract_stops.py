@@ -6,18 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from contract import ROWS, Letters, same
-from tiny import (
-    VOCAB,
-    always_wrong,
-    continuation,
-    left_padded,
-    oracle,
-    plain,
-    prompt,
-    ragged,
-    script,
-)
+from contract import BATCH, DRAFTERS, IDS, ROWS, Letters, same
+from tiny import VOCAB, always_wrong, continuation, oracle, plain, ragged, script
 from torch import Tensor
 from transformers import EosTokenCriteria, MaxLengthCriteria, StoppingCriteria
 from transformers.generation import StoppingCriteriaList
@@ -25,8 +15,6 @@ from transformers.generation import StoppingCriteriaList
 from dscale import Attachment
 from dscale.compiled.target import Target
 
-IDS = torch.tensor([prompt(9)])
-BATCH = left_padded(ROWS, pad=VOCAB - 1)
 NEW = 40
 
 
@@ -57,9 +45,6 @@ class Bool(StoppingCriteria):  # type: ignore[misc]
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
         self.left -= 1
         return self.left == 0
-
-
-DRAFTERS = [oracle, always_wrong, ragged, None]
 
 
 def drafts(monkeypatch: Any, texts: list[list[int]], right: Any) -> None:

@@ -26,11 +26,6 @@ POISON = VOCAB - 1
 """A token whose embedding is NaN."""
 
 
-@pytest.fixture(scope="module")
-def references() -> References:
-    return References()
-
-
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Steps and first tokens in the order they come."""

@@ -56,13 +56,6 @@ def first_repeat(tokens: list[int]) -> int:
     return next((i for i, t in enumerate(tokens) if t in tokens[:i]), len(tokens))
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Drafter]:
-    """A model to attach to, and a random drafter for it."""
-    model = tiny_model()
-    return model, tiny_drafter(tmp_path_factory.mktemp("drafter"), model)
-
-
 @pytest.fixture
 def attach(
     pair: tuple[Any, Drafter], texts: list[list[int]], monkeypatch: pytest.MonkeyPatch

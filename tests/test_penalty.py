@@ -15,7 +15,6 @@ from tiny import (
     prompt,
     ragged,
     script,
-    tiny_drafter,
     tiny_model,
 )
 from torch import Tensor, nn
@@ -84,13 +83,6 @@ def test_committed_tokens_are_marked_and_no_others() -> None:
 def reference() -> Any:
     """A model that nobody attaches."""
     return tiny_model()
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Drafter]:
-    """A model to attach to, and a random drafter for it."""
-    model = tiny_model()
-    return model, tiny_drafter(tmp_path_factory.mktemp("drafter"), model)
 
 
 @pytest.fixture(scope="module")

@@ -209,6 +209,8 @@ def test_one_call(drafter: Drafter) -> None:
     assert torch.equal(dscale.generate(model, IDS, weights="fp8", max_new_tokens=1), want)
     with pytest.raises(ValueError, match="weights: expected 'model' or 'fp8' in mode 'ar'"):
         dscale.generate(model, IDS, weights="fp8-draft")
+    with pytest.raises(ValueError, match=r"weights: expected one of .*, got ''"):
+        dscale.generate(model, IDS, weights="")  # type: ignore[arg-type]
 
 
 def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from transformers import (
     CompileConfig,
     DynamicCache,
     EncoderNoRepeatNGramLogitsProcessor,
+    EosTokenCriteria,
     GenerationConfig,
     PrefixConstrainedLogitsProcessor,
     WatermarkingConfig,
@@ -170,6 +171,11 @@ def test_stops(name: str, kwargs: dict[str, Any], refused: Refused) -> None:
     refused(name, IDS, max_new_tokens=5, **kwargs)
 
 
+def test_rows_that_stop_without_a_pad_id(refused: Refused) -> None:
+    criteria = [EosTokenCriteria(eos_token_id=3)]
+    refused("pad_token_id", IDS.expand(2, -1), stopping_criteria=criteria, max_new_tokens=5)
+
+
 OWN = lambda ids, scores: scores  # noqa: E731
 ROWS: dict[str, Any] = {
     "function": OWN,
@@ -222,7 +228,8 @@ MASKS: dict[str, Any] = {
     "short": ONES[:, :5], "long": torch.ones(1, 12), "rows": ONES.expand(2, -1), "1-D": ONES[0],
     "4-D": torch.ones(1, 1, 9, 9), "list": ONES.tolist(), "all zeros": 0 * ONES,
     "right padding": torch.tensor([[1] * 6 + [0] * 3]),
-    "additive": torch.tensor([[-torch.inf] * 2 + [0.0] * 7]),
+    "additive": torch.tensor([[-torch.inf] * 2 + [0.0] * 7]), "twos": 2 * ONES,
+    "NaN": torch.nan * ONES, "weights": torch.tensor([[0.0] * 4 + [0.5] * 5]),
 }  # fmt: skip
 
 

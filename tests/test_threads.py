@@ -6,14 +6,14 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from soak import SETTINGS, References
-from tiny import VOCAB, left_padded, prompt, tiny_drafter, tiny_model
+from tiny import VOCAB, left_padded, prompt, tiny_model
 from transformers import TextIteratorStreamer
 
 import dscale
@@ -33,33 +33,6 @@ def no_other_threads() -> None:
         if thread.name == "dscale":
             thread.join(1)
     assert engine_threads() == 0
-
-
-@pytest.fixture(scope="module")
-def references() -> References:
-    return References()
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Drafter]:
-    """A model to attach to, and a random drafter for it."""
-    model = tiny_model()
-    return model, tiny_drafter(tmp_path_factory.mktemp("drafter"), model)
-
-
-@pytest.fixture
-def attach(pair: tuple[Any, Drafter]) -> Iterator[Attach]:
-    """Attach the pair with a small pool; detach at the end."""
-    specs: list[Attachment] = []
-
-    def make(**settings: Any) -> Attachment:
-        settings = {"pool_tokens": 12 * 128, "max_concurrency": 3, "prefill_chunk": 128} | settings
-        specs.append(dscale.attach(*pair, **settings))
-        return specs[-1]
-
-    yield make
-    for spec in specs:
-        spec.detach()
 
 
 def together(works: list[Callable[[], object]]) -> None:
@@ -293,3 +266,35 @@ def test_the_interpreter_exits_while_an_engine_runs(end: str) -> None:
     assert done.returncode == (3 if "Exit" in end else 0), done.stderr
     assert ("last line" in done.stdout) is ("Exit" not in end)
     assert "Traceback" not in done.stderr
+
+
+FORK = """
+import os, signal, sys
+sys.path.insert(0, {tests!r})
+import torch, dscale
+from tiny import tiny_model
+torch.set_num_threads(1)
+model, ids = tiny_model(), torch.tensor([[3, 1, 2]])
+spec = dscale.attach(model, mode="ar")
+want = model.generate(ids, max_new_tokens=3)
+child = os.fork()
+if child == 0:
+    signal.alarm(30)
+    try:
+        sys.exit(model.generate(ids, max_new_tokens=3))
+    except ValueError as error:
+        assert str(error).startswith("engine: expected the process"), error
+    spec.detach()
+    with dscale.attach(model, mode="ar"):
+        assert torch.equal(model.generate(ids, max_new_tokens=3), want)
+else:
+    assert os.waitpid(child, 0)[1] == 0
+    assert torch.equal(model.generate(ids, max_new_tokens=3), want)
+"""
+
+
+def test_a_fork_of_the_process_is_refused_not_waited_for() -> None:
+    tests = Path(__file__).parent
+    command = [sys.executable, "-c", FORK.format(tests=str(tests))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT, cwd=tests.parent)
+    assert done.returncode == 0, done.stderr
