@@ -8,6 +8,7 @@ from torch import Tensor
 
 from dscale.compiled.packed import linear
 from dscale.compiled.quantized import gated_linear
+from dscale.kernels.ops import gated
 
 
 def rotary_table(
@@ -48,6 +49,8 @@ def swiglu(
     both = linear(x, gate_up, gate_up_bias, gate_up_aid, gate_up_scale)
     if down_scale is not None:
         return gated_linear(both, down, down_scale, down_bias, down_aid)
+    if both.is_cuda:
+        return linear(gated(both), down, down_bias, down_aid)
     gate, up = both.chunk(2, -1)
     return linear(F.silu(gate) * up, down, down_bias, down_aid)
 

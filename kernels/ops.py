@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dscale.kernels import reference_rows, reference_statistics
+from dscale.kernels.gated_ops import gated as gated
 from dscale.kernels.head_ops import tile_heads as tile_heads
 from dscale.kernels.linear_ops import linear as linear
 from dscale.kernels.reference_rows import SEEDS, TILE, PackedRows

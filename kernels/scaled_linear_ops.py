@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dscale.kernels import reference_scaled
+from dscale.kernels.gated_ops import check_gated
 from dscale.kernels.reference_scaled import E4M3
 from dscale.kernels.registry import expect, expect_tensor, implement
 
@@ -89,11 +90,6 @@ def gated_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return out
 
 
-def _check_gated(x: Tensor) -> None:
-    ok = x.ndim == 2 and x.is_floating_point() and x.shape[1] % 2 == 0 and x.shape[1] > 0
-    expect(ok, "x", "floats [M, 2 * K]", f"{x.dtype} {list(x.shape)}")
-
-
 def _fake_gated(x: Tensor) -> tuple[Tensor, Tensor]:
     rows, columns = x.shape
     scale = x.new_empty((rows,), dtype=torch.float32)
@@ -101,4 +97,4 @@ def _fake_gated(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 implement("scaled_linear", _check, reference_scaled.scaled_linear, _fake)
-implement("gated_rows", _check_gated, reference_scaled.gated_rows, _fake_gated)
+implement("gated_rows", check_gated, reference_scaled.gated_rows, _fake_gated)

@@ -12,7 +12,7 @@ from torch import Tensor
 from dscale.kernels import ops
 
 NAMES = ["row_statistics", "argmax", "allocate_budget", "pack_rows", "accept_prefix"]
-NAMES += ["tile_heads", "share_pages", "merge_shares", "linear", "gated_rows"]
+NAMES += ["tile_heads", "share_pages", "merge_shares", "linear", "gated_rows", "gated"]
 NAMES += ["scaled_linear"]
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])]
@@ -53,6 +53,7 @@ def arguments(name: str, lanes: int, device: str = "cpu") -> tuple[Any, ...]:
             *(torch.arange(lanes) * 2, torch.full((lanes,), 2), candidate[:, 0], 16),
         ),
         "gated_rows": (torch.randn(lanes, 96, generator=generator).bfloat16(),),
+        "gated": (torch.randn(lanes, 96, generator=generator).bfloat16(),),
         "scaled_linear": (
             torch.randn(lanes, 32, generator=generator).to(torch.float8_e4m3fn),
             torch.rand(lanes, generator=generator),

@@ -31,6 +31,7 @@ TYPES = {
 HELPERS = {"_head", "_joined", "_below", "_finish", "_scaled", "_max", "_run_max", "_key"}
 NAMES = ["row_statistics", "argmax", "allocate_budget", "pack_rows", "accept_prefix"]
 LAYERS = ["tile_heads", "share_pages", "merge_shares"]
+OTHERS = ["gated", "gated_rows", "clear_pages"]
 LAUNCHERS = {"linear": "split_linear", "scaled_linear": "split_linear"}
 """Where it is not named as the operation."""
 MODULES = {"scaled_linear": "linear"}
@@ -116,12 +117,13 @@ def arguments(name: str, lanes: int, dtype: torch.dtype) -> tuple[Any, ...]:
             dtype,
         ),
         "gated_rows": (heads[:, 0],),
+        "gated": (heads[:, 0],),
         "clear_pages": (longs, 1, 4096),
     }[name]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here the kernels are compiled anyway")
-@pytest.mark.parametrize("name", [*NAMES, *LAYERS, *LAUNCHERS, "gated_rows", "clear_pages"])
+@pytest.mark.parametrize("name", [*NAMES, *LAYERS, *LAUNCHERS, *OTHERS])
 def test_kernels_compile_for_an_h200(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiler refuses what the interpreter lets pass."""
     module = import_module(f"dscale.kernels.{MODULES.get(name, name)}")
