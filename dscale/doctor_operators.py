@@ -96,6 +96,7 @@ def operator_arguments(device: torch.device) -> dict[str, tuple[Any, ...]]:
         "merge_shares": (out, lse, offset_N // 12, torch.tensor([1, 1, 3]), length_N.long(), 16),
         "linear": linear_arguments(device, generator),
         "scaled_linear": scaled_arguments(device, generator),
+        "gated": (gate_and_up(generator),),
         "gated_rows": (gate_and_up(generator),),
         "layer": layer_arguments(generator),
     }
