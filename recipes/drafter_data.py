@@ -114,19 +114,14 @@ def load_prompts(
 
 
 def quota(prompts: Sequence[Prompt], known: dict[str, int]) -> dict[str, int]:
-    """How many prompts of each source to hold out: as `known` says where it knows one of them,
-    else a tenth of each, 1 to 64.
-
-    Raises ValueError where none would be left to train on."""
+    """Prompts of each source to hold out: `known` where it knows one of them, else a tenth, 1 to
+    64. Raises ValueError where none would be left to train on."""
     found = Counter(p.source for p in prompts if p.split == "train")
     if not found or known.keys() & found.keys():
         return known
     chosen = {source: min(64, max(1, count // 10)) for source, count in found.items()}
     if chosen == found:
-        raise ValueError(
-            "prompts: expected more than one of a source, since one is held out of training, "
-            f"got {dict(found)}"
-        )
+        raise ValueError(f"prompts: expected two or more of a source, got {dict(found)}")
     return chosen
 
 

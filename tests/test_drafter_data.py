@@ -95,7 +95,7 @@ def test_a_part_of_prompts_of_unknown_sources_is_held_out(
 
 
 def test_a_single_prompt_cannot_be_held_out_and_trained_on() -> None:
-    with pytest.raises(ValueError, match=r"^prompts: expected more than one of a source"):
+    with pytest.raises(ValueError, match=r"^prompts: expected two or more of a source"):
         data.quota(prompts_of({"mine": 1}), {"gsm8k_train": 64})
 
 
