@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 import torch
 
-from bench.rows import RESULTS
+from bench.rows import RESULTS, aside
 from bench.shapes import SHAPES
 from dscale.config import WeightFormat
 
@@ -56,7 +56,7 @@ def parsed(
     GPU and there is none."""
     args = parser.parse_args(arguments)
     if args.tiny:
-        vars(args).update(tiny)
+        vars(args).update(tiny, out=aside(args.out))
     elif not torch.cuda.is_available():
         parser.error("needs a CUDA device; --tiny runs everything at toy size on a CPU")
     return args

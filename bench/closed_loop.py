@@ -5,7 +5,7 @@
 and the like leave some cells of a grid out. Rows go to bench/results/closed_loop.json as they are
 measured, and a cell that is there already, from the same commit and device, is not measured
 again. `--shard 0/4` takes one set of four, for one process per GPU. `--tiny` runs toy models on a
-CPU, to see that it works.
+CPU, to see that it works. Rows of toys, or without a GPU, go to runs/bench.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from bench.attempts import Attempts
 from bench.client import closed_loop, figures
 from bench.loop_cells import GRIDS, MODES, Cell, all_cases, grid, shard
 from bench.result_files import ResultFile
-from bench.rows import RESULTS, environment
+from bench.rows import RESULTS, aside, environment
 from bench.shapes import SHAPES, build
 from bench.switched import SwitchedEngine
 from bench.workload import SETS, WARM_UP, Workload, load_workload
@@ -287,6 +287,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     sizes = [name for name in SIZES if getattr(args, name) is not None]
     if args.grid is not None and (sizes or args.tiny):
         parser.error(f"--grid: expected without --tiny and --requests and the like, got {sizes}")
+    if args.tiny or not torch.cuda.is_available():
+        args.out = aside(args.out)
     if not args.tiny and not torch.cuda.is_available():
         print("no CUDA device: times say nothing but ratios of one run", flush=True)
     return args

@@ -28,7 +28,7 @@ from bench.client import closed_loop, figures
 from bench.loop_cells import CONCURRENCIES, Cell, all_cases, grid
 from bench.replay import Replay
 from bench.result_files import ResultFile
-from bench.rows import RESULTS, environment
+from bench.rows import RESULTS, aside, environment
 from bench.serving_times import (
     PREFILL_KEYS,
     STEP_KEYS,
@@ -262,6 +262,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     if not all(temperature >= 0 for temperature in args.temperature):
         parser.error(f"--temperature: expected numbers of at least 0, got {args.temperature}")
     if args.tiny:
+        args.out = aside(args.out)
         args.models, args.parts, args.set = ["tiny"], ["loops", "replay"], "prompt8-new24"
         args.concurrency, args.repetitions, args.waves = [1, 3], 1, 2
         args.sweep, args.replays, args.replayed_requests = [2, 3], 2, 12

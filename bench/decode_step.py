@@ -18,7 +18,7 @@ import torch
 
 from bench.arguments import add_weights, folder_of, numbers_of
 from bench.attempts import Attempts
-from bench.rows import RESULTS, environment
+from bench.rows import RESULTS, aside, environment
 from bench.shapes import SHAPES
 from bench.simulated import SETTINGS
 from bench.step_bench import PARTS, Bench
@@ -64,6 +64,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--commit", default=None)
     args = parser.parse_args()
     if args.tiny:
+        args.out = aside(args.out)
         args.models, args.requests, args.contexts = ["tiny"], [2, 3], [5, 40]
         args.new_tokens, args.repeats, args.ragged_requests = 24, 2, 7
         args.round_requests, args.traces = 4, args.traces[:1]

@@ -21,7 +21,7 @@ from tqdm import tqdm
 from bench.aggregate import read_rows
 from bench.arguments import add_weights, folder_of, numbers_of, shape_parser, short
 from bench.result_files import ResultFile
-from bench.rows import environment, machine
+from bench.rows import aside, environment, machine
 from bench.shapes import SHAPES, Models, Shape, build
 from bench.simulated import SETTINGS, Trace, draw
 from bench.step_bench import STEP_KEYS
@@ -206,6 +206,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     if args.from_steps is None:
         args.out = folder_of(args.out, args.weights)
     if args.tiny:
+        args.out = aside(args.out)
         args.models, args.requests, args.contexts, args.repeats = ["tiny"], [2, 3], [40], 2
     elif args.from_steps is None and not torch.cuda.is_available():
         parser.error("needs a CUDA device; --tiny runs everything at toy size on a CPU")

@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 import dscale
 from bench.result_files import ResultFile
-from bench.rows import RESULTS, environment, machine
+from bench.rows import RESULTS, aside, environment, machine
 from bench.shapes import SHAPES, build
 from dscale.config import EngineConfig
 from dscale.engine import Engine
@@ -194,6 +194,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--commit", default=None)
     args = parser.parse_args()
     if args.tiny:
+        args.out = aside(args.out)
         args.model, args.running, args.prompt, args.repeats = "tiny", 3, 900, 2
         args.chunks, args.room = [128, 1024], 3000
     elif not torch.cuda.is_available():

@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 import dscale
 from bench.result_files import ResultFile
-from bench.rows import RESULTS, environment
+from bench.rows import RESULTS, aside, environment
 from bench.workload import SETS, load_workload
 
 KEYS = ("model", "method", "budget", "batch", "set", "new_tokens")
@@ -269,6 +269,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--commit")
     args = parser.parse_args(arguments)
     if args.tiny:
+        args.out = aside(args.out)
         args.batches, args.alone, args.new_tokens, args.repeats = [1, 2], 1, 6, 1
         args.dtype = "float32"
     return args

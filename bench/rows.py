@@ -12,6 +12,8 @@ import torch
 import transformers
 
 RESULTS = Path(__file__).parent / "results"
+ASIDE = Path(__file__).parents[1] / "runs" / "bench"
+"""Where rows go that are no results: of toy sizes, and of the real pair without a GPU."""
 
 
 def environment(commit: str | None = None, dtype: torch.dtype | None = None) -> dict[str, Any]:
@@ -33,6 +35,11 @@ def environment(commit: str | None = None, dtype: torch.dtype | None = None) -> 
         "date": datetime.date.today().isoformat(),
         **({} if dtype is None else {"dtype": str(dtype).removeprefix("torch.")}),
     }
+
+
+def aside(out: Path) -> Path:
+    """The folder for rows that are no results: ASIDE, unless another than RESULTS is asked for."""
+    return ASIDE if out == RESULTS else out
 
 
 def machine(tiny: bool) -> tuple[torch.device, torch.dtype]:

@@ -19,7 +19,7 @@ import torch
 from tqdm import tqdm
 
 import dscale
-from bench.rows import RESULTS, environment, write_rows
+from bench.rows import RESULTS, aside, environment, write_rows
 from bench.soak_load import Bad, Case, Plan, all_back, drive, malformed
 from dscale.doctor import tiny_pair
 from dscale.handle import Result
@@ -256,6 +256,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--commit", default=None)
     args = parser.parse_args()
     if args.tiny:
+        args.out = aside(args.out)
         args.requests, args.first = min(args.requests, 200), min(args.first, 20)
     elif not torch.cuda.is_available():
         parser.error("needs a CUDA device; --tiny runs it at toy size on a CPU")

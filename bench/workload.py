@@ -72,7 +72,10 @@ def load_workload(name: str, prompts: Path | None = None) -> Workload:
     manifest = read_manifest(path)
     if prompts is None:
         return _stand_in(manifest)
-    text = {row["id"]: row["prompt"] for row in read_prompts(Path(prompts) / manifest.file)}
+    source = Path(prompts) / manifest.file
+    if not source.is_file():
+        raise ValueError(f"prompts: expected a folder with {manifest.file}, got {str(prompts)!r}")
+    text = {row["id"]: row["prompt"] for row in read_prompts(source)}
     missing = [i for i in (*manifest.warmup, *manifest.measured) if i not in text]
     if missing:
         raise ValueError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -18,6 +19,9 @@ OBJECTS = frozenset(
     {"tokenizer", "stopping_criteria", "logits_processor", "prefix_allowed_tokens_fn"}
 )
 """What a call may hand over besides tensors and fields of the config."""
+
+ARGUMENTS = KNOWN | INPUTS | OBJECTS | {"generation_config", "streamer", "seed"}
+"""What a misspelt argument may have meant."""
 
 NEUTRAL = {"synced_gpus": False}
 """Arguments that ask for nothing with this value."""
@@ -39,8 +43,11 @@ def check_arguments(
     for name, value in kwargs.items():
         neutral = value is None or value is NEUTRAL.get(name)
         if name not in KNOWN | INPUTS | OBJECTS and not neutral:
+            near = get_close_matches(name, ARGUMENTS, n=1, cutoff=0.85)
+            hint = f" (did you mean {near[0]}?)" if near else ""
             raise ValueError(
-                f"{name}: not supported by dscale yet, expected None, got {type(value).__name__}"
+                f"{name}: not supported by dscale yet, expected None, got "
+                f"{type(value).__name__}{hint}"
             )
     for name in COUNTS:
         _check_count(name, fields.get(name))

@@ -223,8 +223,9 @@ class Attachment:
         `inputs` or `input_ids`: int64 [batch, length], left-padded with `attention_mask` [batch,
         length]. The config is merged as transformers merges it; `dscale.sampling.SUPPORTED` lists
         the fields that work and every other argument raises ValueError naming it, before any
-        compute. `stopping_criteria` see every step of the whole batch, as there. `seed`: sampling
-        seed per row (see `row_seeds`); a row's sample depends on its seed and its prompt only.
+        compute. `stopping_criteria` see every step of the whole batch, as there. `seed`: of the
+        samples, one per returned row, or a number `s` for `s`, `s + 1`, ...; None draws them from
+        torch's global generator. A row's sample depends on its seed and its prompt only.
         `streamer`: committed tokens are put step by step, and `end` is called once, also after an
         error.
 

@@ -21,7 +21,7 @@ from dscale.policy import AutoBudget, FixedBudget, Policy
 from dscale.prefill import packed_chunk
 from dscale.request import Request
 from dscale.results import FirstTokens, Results
-from dscale.sizing import Sizes, allocate, check_room, memory_of, needed, roomy
+from dscale.sizing import Sizes, allocate, check_memory, check_room, memory_of, needed, roomy
 from dscale.stages import Stage, Stages, build_stages, prompt_stage
 from dscale.stats import Stats
 from dscale.timing import (
@@ -195,11 +195,15 @@ class Core:
 
     def check(self, request: Request) -> None:
         """Raise ValueError for a request that does not fit by itself into a pool that is fixed, or
-        that was chosen from a GPU's free memory."""
+        that was chosen from a GPU's free memory, or into a CPU's memory."""
         capacity = self.config.pool_tokens
         if capacity is None and self.capacity is not None and self.flex:
             capacity = (self.capacity - 1) * PAGE
         check_room(request, capacity)
+        if capacity is None and not self.flex and not self.holds(request):
+            workspace = self.workspace  # would be let go first
+            had = 0 if workspace is None else workspace.num_bytes
+            check_memory(request, memory_of(self.target, self.drafter), had)
 
     def holds(self, request: Request) -> bool:
         """Whether the workspace could hold this request if it were alone there."""

@@ -139,7 +139,7 @@ class Engine:
         `generation_config` is completed by the model's own and overridden by `kwargs`, as in
         `generate`. `seed` keys its sampling noise; without one it is drawn from torch's global
         generator. Raises ValueError for a request that cannot run, naming the argument: nothing is
-        queued then, and other requests go on."""
+        queued then, and others go on."""
         request = self._prepare(token_ids(input_ids), generation_config, seed, kwargs)
         self.check(request)
         wait = self._worker.check_wait

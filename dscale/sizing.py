@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -143,6 +143,14 @@ def check_room(request: Request, capacity: int | None) -> None:
             f"max_new_tokens + {2 * VERIFY_TILE} of a request, in pages of {PAGE}), "
             f"got {capacity}"
         )
+
+
+def check_memory(request: Request, memory: Memory, had: int) -> None:
+    """Raise ValueError for a request that alone needs more than what is free, and `had` bytes that
+    are let go before: it would make others wait in vain for the pool to grow."""
+    sizes, memory = {"num_pages": 1 + request.num_pages}, replace(memory, free=memory.free + had)
+    if sizes["num_pages"] * memory.page > memory.free:
+        raise too_large(sizes, memory)
 
 
 def roomy(

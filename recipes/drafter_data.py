@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -110,6 +111,18 @@ def load_prompts(
         ]
         out += kept[:limit]
     return out
+
+
+def quota(prompts: Sequence[Prompt], known: dict[str, int]) -> dict[str, int]:
+    """Prompts of each source to hold out: `known` where it knows one of them, else a tenth, 1 to
+    64. Raises ValueError where none would be left to train on."""
+    found = Counter(p.source for p in prompts if p.split == "train")
+    if not found or known.keys() & found.keys():
+        return known
+    chosen = {source: min(64, max(1, count // 10)) for source, count in found.items()}
+    if chosen == found:
+        raise ValueError(f"prompts: expected two or more of a source, got {dict(found)}")
+    return chosen
 
 
 def hold_out(prompts: list[Prompt], quota: dict[str, int]) -> None:

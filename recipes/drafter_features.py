@@ -94,6 +94,11 @@ def build_cache(
 
 
 def _fitting(corpus: Corpus, chosen: Sequence[int], max_rows: float, name: str) -> list[int]:
+    if not chosen:
+        raise ValueError(
+            f"{name}: expected at least one response (held-out ones: that does not loop), got "
+            "none; give more prompts or more --gen-seconds, in a new --out"
+        )
     seen: set[int] = set()
     total = 0
     kept: list[int] = []

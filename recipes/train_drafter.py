@@ -44,7 +44,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--out", type=Path, required=True)
     add("--model", default="smollm2", help="'smollm2' (embedded), or a folder or Hub id")
     add("--model-name", default="SmolLM2-135M-Instruct", help="what the model card calls it")
-    add("--prompts", type=Path, nargs="*", default=[], help=".jsonl(.gz): id, source, prompt")
+    add("--prompts", type=Path, nargs="*", default=[],
+        help=".jsonl(.gz): id, prompt; source, or the file's name")  # fmt: skip
     add("--eval", type=Path, nargs="*", default=[], help="measured sets, never trained on")
     add("--exclude", type=Path, nargs="*", default=[], help="more sets self-made prompts avoid")
     add("--eval-limit", type=int, default=128, help="first prompts of each measured set")
@@ -108,7 +109,7 @@ def generate(args: argparse.Namespace, model: Any, tokenizer: Any) -> dict[str, 
         corpus.prompts = data.load_prompts(tokenizer, args.prompts, split="train", **read)
         read = {"max_tokens": 2 * args.max_prompt, "limit": args.eval_limit}
         corpus.prompts += data.load_prompts(tokenizer, args.eval, split="eval", **read)
-        data.hold_out(corpus.prompts, HELD_OUT)
+        data.hold_out(corpus.prompts, data.quota(corpus.prompts, HELD_OUT))
     longest, rows = 2 * args.max_prompt, args.gen_batch
     if args.generator == "dscale":
         warm = data.tokenize(tokenizer, [data.chat_prefix(tokenizer, WARM_UP)])[0]

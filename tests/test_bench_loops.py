@@ -16,9 +16,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench import closed_loop as real
 from bench import closed_loop_simulated as simulated
+from bench import graphs, operators, peers
 from bench.aggregate import LOOP_FIELDS, LOOP_KEYS, read_rows
 from bench.loop_cells import Cell, all_cases
 from bench.result_files import ResultFile
+from bench.rows import ASIDE
 from bench.serving_times import read_times
 from bench.simulated_cells import cell_of, lengths, name_of, requests_of
 from bench.step_cases import CASES, Case
@@ -48,6 +50,12 @@ def test_no_mode_is_timed_in_pages_that_served(
     run_real([*arguments, "--repetitions", "1", "--out", str(tmp_path)])
     assert [had for timed, had in served if timed] == [False, False]
     assert len(served) == 6
+
+
+def test_rows_of_toys_stay_out_of_the_results() -> None:
+    for parse in (real.parse, simulated.parse, operators.parse, graphs.parse, peers.parse):
+        assert parse(["--tiny"]).out == ASIDE
+        assert parse(["--tiny", "--out", "mine"]).out == Path("mine")
 
 
 def test_real_cells_are_measured_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -75,6 +75,38 @@ def test_held_out_tasks_are_on_one_side() -> None:
     assert held == {f"{s}/{n}" for s in ("mbpp_train", "mbpp_train_stub") for n in (0, 1)}
 
 
+@pytest.mark.parametrize(
+    ("counts", "quota"),
+    [
+        ({"mine": 30, "other": 2}, {"mine": 3, "other": 1}),
+        ({"mine": 9000}, {"mine": 64}),
+        ({"mine": 30, "gsm8k_train": 9}, {"gsm8k_train": 64, "mbpp_train": 32}),
+        ({}, {"gsm8k_train": 64, "mbpp_train": 32}),
+    ],
+)
+def test_a_part_of_prompts_of_unknown_sources_is_held_out(
+    counts: dict[str, int], quota: dict[str, int]
+) -> None:
+    prompts = prompts_of(counts)
+    assert data.quota(prompts, {"gsm8k_train": 64, "mbpp_train": 32}) == quota
+    data.hold_out(prompts, quota)
+    for source in counts.keys() - {"gsm8k_train"}:
+        assert {"train"} <= {p.split for p in prompts if p.source == source}
+
+
+def test_a_single_prompt_cannot_be_held_out_and_trained_on() -> None:
+    with pytest.raises(ValueError, match=r"^prompts: expected two or more of a source"):
+        data.quota(prompts_of({"mine": 1}), {"gsm8k_train": 64})
+
+
+def prompts_of(counts: dict[str, int]) -> list[Prompt]:
+    return [
+        Prompt(id=str(n), source=source, split="train", text="", tokens=np.asarray([1]))
+        for source, count in counts.items()
+        for n in range(count)
+    ]
+
+
 def test_batches_cover_every_job_once_and_start_with_the_measured() -> None:
     sizes = np.random.default_rng(0).integers(3, 30, 50)
     prompts = [

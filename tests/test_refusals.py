@@ -294,3 +294,7 @@ def test_stale_fields_that_transformers_ignores_too(want: torch.Tensor, spec: At
     out = spec.model.generate(IDS, max_new_tokens=6, repetition_penalty=1.0, num_beams=1)
     assert torch.equal(out, want)
     spec.model.generation_config = GenerationConfig()
+
+
+def test_a_misspelt_argument_gets_a_hint(refused: Refused) -> None:
+    refused("did you mean max_new_tokens", IDS, max_new_token=6)

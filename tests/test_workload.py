@@ -96,6 +96,8 @@ def test_an_unknown_set_and_missing_prompts(tmp_path: Path) -> None:
         load_workload("gsm9k")
     with pytest.raises(ValueError, match="bench/data has no prompts of 'own'"):
         load_workload(str(written(tmp_path)))
+    with pytest.raises(ValueError, match=r"^prompts: expected a folder with .*, got 'no'"):
+        load_workload("gsm8k", Path("no"))
 
 
 class Rows:
