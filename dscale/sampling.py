@@ -55,6 +55,9 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 """Values that ask for nothing, besides None, of fields that are otherwise refused."""
 
+_LARGEST = torch.finfo(torch.float32).max
+"""Of numbers that are float32 on the device: larger ones would be an error there."""
+
 REASONS = {
     "num_beams": "beam search has no speculative form here; set num_beams=1 or detach",
     "use_cache": "decoding runs on the paged cache; leave use_cache=True",
@@ -88,7 +91,7 @@ def request_settings(generation_config: Any) -> dict[str, Any]:
     """
     penalty = _or(generation_config.repetition_penalty, 1.0)
     check_penalty(penalty)
-    settings: dict[str, Any] = {"repetition_penalty": float(penalty)}
+    settings: dict[str, Any] = {"repetition_penalty": min(float(penalty), _LARGEST)}
     if not generation_config.do_sample:
         return settings
     temperature = _or(generation_config.temperature, 1.0)
@@ -109,7 +112,7 @@ def request_settings(generation_config: Any) -> dict[str, Any]:
             raise ValueError(f"{name}: expected a number in 0..1, got {value!r}")
     return {
         **settings,
-        "temperature": float(temperature),
+        "temperature": min(float(temperature), _LARGEST),
         "top_k": min(top_k, 1 << 62),
         "top_p": float(top_p),
         "min_p": float(min_p),

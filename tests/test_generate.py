@@ -273,6 +273,18 @@ def test_samples_are_the_same_in_every_mode_budget_and_batch(
         assert out[0].tolist() == rows[row]
 
 
+def test_numbers_beyond_float32_are_its_largest(attach: Scripted) -> None:
+    spec = attach("real")
+    for beyond in ({"temperature": 1e39}, {"repetition_penalty": 1e39}):
+        name = next(iter(beyond))
+        largest = {name: torch.finfo(torch.float32).max}
+        outs = [
+            spec.model.generate(**batch(2), do_sample=True, seed=3, max_new_tokens=8, **settings)
+            for settings in (beyond, largest)
+        ]
+        assert torch.equal(*outs), name
+
+
 def test_the_global_seed_makes_a_sample_reproducible(attach: Scripted) -> None:
     spec = attach("real")
     outs = []
