@@ -9,7 +9,7 @@ import threading
 import types
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -66,6 +66,15 @@ def begin_step() -> None:
     Where nothing has loaded them there is nothing to mark; loading them takes seconds."""
     if "torch._inductor.cudagraph_trees" in sys.modules:
         torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+
+
+def many_sizes() -> AbstractContextManager[None]:
+    """While buckets are captured: PyTorch need not warn of as many graphs as there are."""
+    from torch._inductor import config  # where nothing is compiled, it would take seconds
+
+    patch: AbstractContextManager[None]
+    patch = config.patch({"triton.cudagraph_dynamic_shape_warn_limit": None})
+    return patch
 
 
 def load_trees() -> None:

@@ -16,7 +16,7 @@ import torch
 from tqdm import tqdm
 
 from dscale.compiled.attention import PREFILL_TILE, VERIFY_TILE
-from dscale.compiled.capture import begin_step
+from dscale.compiled.capture import begin_step, many_sizes
 from dscale.compiled.kv import PAGE
 from dscale.config import EngineConfig
 from dscale.decode import run_stages
@@ -246,8 +246,9 @@ def capture_buckets(
     runner = Runner(workspace, stages, alone)
     for count, rows in tqdm(wanted, desc="dscale: capture", unit="bucket"):
         runner.at_context(count, 0)  # Earlier requests' pages may be others' by now.
-        for _ in range(CAPTURE_RUNS):
-            runner.step(count, rows)
+        with many_sizes():
+            for _ in range(CAPTURE_RUNS):
+                runner.step(count, rows)
     for count, rows in wanted:
         far = runner.at_context(count, LONG_CONTEXT)
         runner.heat(count, rows)
@@ -263,10 +264,11 @@ def capture_prompts(workspace: Workspace, prompt: Stage, prefill_chunk: int) -> 
     """Capture the pass over prompts for every number of tiles that a chunk may have."""
     most = bucket_of_tiles(max(FILL_ROWS, prefill_chunk) // PREFILL_TILE)
     sizes = sorted({bucket_of_tiles(tiles) for tiles in range(1, most + 1)}, reverse=True)
-    for tiles in tqdm(sizes, desc="dscale: capture prompts", unit="bucket"):
-        for _ in range(CAPTURE_RUNS):
-            begin_step()
-            prompt(workspace.requests, workspace.chunk([], [], tiles))
+    with many_sizes():
+        for tiles in tqdm(sizes, desc="dscale: capture prompts", unit="bucket"):
+            for _ in range(CAPTURE_RUNS):
+                begin_step()
+                prompt(workspace.requests, workspace.chunk([], [], tiles))
 
 
 def linear_costs(workspace: Workspace, stages: Stages, lanes: int) -> LinearCosts:

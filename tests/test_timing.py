@@ -1,5 +1,6 @@
 """Timing and packed buffers: what they leave alone; bad drafts that never give a token."""
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,14 @@ from dscale.decode import Decoding
 from dscale.host_pack import pack_on_host
 from dscale.policy import AutoBudget, Choice
 from dscale.request import Request
-from dscale.timing import LinearCosts, MeasuredCosts, Runner, bucket_kinds, capture_buckets
+from dscale.timing import (
+    CAPTURE_RUNS,
+    LinearCosts,
+    MeasuredCosts,
+    Runner,
+    bucket_kinds,
+    capture_buckets,
+)
 from dscale.workspace import Workspace
 
 LENGTHS, NEW = [5, 130, 17], 24
@@ -124,6 +132,23 @@ def test_buckets_timed_alone_leave_fresh_slots(mode: Any, pair: Pair) -> None:
         capture_buckets(workspace, stages, [2, 4], kinds, costs, alone=True)
         assert costs.table == table, "nothing is timed twice"
         assert torch.equal(spec.generate(**inputs(), max_new_tokens=NEW), pair.want)
+
+
+def test_capturing_many_sizes_is_nothing_to_warn_of(pair: Pair) -> None:
+    """PyTorch warns from 9 sizes of a function on."""
+    from torch._inductor.cudagraph_utils import maybe_warning_due_to_dynamic_shape as warn
+
+    sizes: dict[Any, Any] = {(n,): len for n in range(9)}
+    warned: list[bool] = []
+    with dscale.attach(pair.model, pair.drafter, mode="dscale", budget=4) as spec:
+        spec.generate(**inputs(), max_new_tokens=NEW)
+        core = spec.engine.batcher.core
+        (stages,) = core._stages.values()
+        stages = dataclasses.replace(stages, verify=lambda *_: warned.append(warn(sizes, 9)))
+        assert core.workspace is not None
+        capture_buckets(core.workspace, stages, [2], (4,), MeasuredCosts(), alone=False)
+    assert warned[:CAPTURE_RUNS] == [False] * CAPTURE_RUNS
+    assert set(warned[CAPTURE_RUNS:]) == {True}, "it is timed then"
 
 
 def test_lanes_are_timed_behind_noise_where_no_request_has_been(pair: Pair) -> None:
