@@ -1,8 +1,8 @@
 """Who waits for which engine's thread, so that no ring of threads waits for itself.
 
 An engine's thread calls stopping criteria, logits processors and sinks, and these may call other
-engines. No lock: the garbage collector may close an engine on any thread at any time. A thread
-writes to its own entry alone, and enters itself before it looks."""
+engines. No lock: the garbage collector may close an engine on any thread at any time. So a thread
+enters itself before it looks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Awaited(Protocol):
         """The thread that is waited for."""
 
 
-_awaited: dict[threading.Thread | None, list[Awaited]] = {}
+_awaited: list[tuple[threading.Thread, Awaited]] = []
 
 
 @contextmanager
@@ -32,14 +32,12 @@ def waiting(whom: Awaited) -> Iterator[bool]:
     """The calling thread waits inside. Gives whether that may end: not where the other thread is
     this one or waits for it, itself or through others."""
     me = threading.current_thread()
-    mine = _awaited.setdefault(me, [])
-    mine.append(whom)
+    entry = (me, whom)
+    _awaited.append(entry)
     try:
         yield not _waits_for(whom, me)
     finally:
-        mine.remove(whom)
-        if not mine:
-            _awaited.pop(me, None)
+        _awaited.remove(entry)
 
 
 def _waits_for(whom: Awaited, thread: threading.Thread) -> bool:
@@ -51,5 +49,5 @@ def _waits_for(whom: Awaited, thread: threading.Thread) -> bool:
             return True
         if other not in seen:
             seen.append(other)
-            left += _awaited.get(other.thread, ())
+            left += [awaited for waiter, awaited in list(_awaited) if waiter is other.thread]
     return False
