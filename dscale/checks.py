@@ -127,6 +127,11 @@ def _check_modules(model: PreTrainedModel) -> None:
         got = type(head).__name__ + (" with bias" if type(head) is nn.Linear else "")
         raise ValueError(f"model: expected the LM head to be nn.Linear without bias, got {got}")
     decoder: Any = model.model
+    shapes = [tuple(module.weight.shape) for module in (head, decoder.embed_tokens)]
+    if shapes[0] != shapes[1]:
+        raise ValueError(
+            f"model: expected an LM head of the embedding's shape {shapes[1]}, got {shapes[0]}"
+        )
     for name, module in decoder.named_modules():
         kind = type(module).__name__
         if name.endswith("_proj") and type(module) is not nn.Linear:

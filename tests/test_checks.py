@@ -92,6 +92,7 @@ CHANGES: dict[str, tuple[str, Callable[[Any], None]]] = {
     "norm": ("norm to have a weight", of("model.norm", nn.RMSNorm(32, elementwise_affine=False))),
     "max_norm": ("embed_tokens without max_norm", of("model.embed_tokens.max_norm", 0.5)),
     "dropout": ("layers.1.self_attn.attention_dropout in training", dropping),
+    "head": (r".*32\), got \(510, 32\)", of("lm_head", nn.Linear(32, 510, bias=False))),
     "subclass": (r"model.layers.1.mlp.down_proj.weight .*plain tensor, got Odd", odd_weight),
     "shared": ("no weight in two projections", same_weight),
     "repeated": ("a layer_idx of its own", repeated),
