@@ -11,6 +11,7 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from dscale.arguments import INPUTS, OBJECTS, check_arguments, stop_strings_of
+from dscale.checks import check_hooks
 from dscale.compiled.drafter import Drafter
 from dscale.compiled.predictor import Predictor
 from dscale.config import EngineConfig
@@ -51,7 +52,7 @@ class Attachment:
         self.stats: Stats = self.engine.stats
         # Packed and 8-bit copies do not follow a write to what they were made from.
         self._copied = config.pack_weights or config.weights != "model"
-        self._parameters = _parameters(model, self._copied)
+        self._parameters, _ = _parameters(model, self._copied)
         self._watches = {"model": WeightWatch(target)}
         if used is not None:
             self._watches["drafter"] = WeightWatch(used)
@@ -184,12 +185,15 @@ class Attachment:
                 self._stale = self._stale or name
 
     def _check_weights(self) -> None:
-        """Raise ValueError where the engine no longer computes with the model's weights."""
+        """Raise ValueError where the engine no longer computes with the model's weights, or where
+        forward hooks were added."""
         # Looking waits for the device. Weights may only change while no request runs.
         if self._copied and not self.engine.num_open:
             self._look()
-        unmoved = _parameters(self.model, self._copied) == self._parameters
-        stale = self._stale if unmoved else "model"
+        parameters, hooked = _parameters(self.model, self._copied)
+        if hooked:
+            check_hooks(self.model)
+        stale = self._stale if parameters == self._parameters else "model"
         if stale is not None:
             config = self.engine.config
             setting = "pack_weights" if config.pack_weights else f"weights={config.weights!r}"
@@ -278,12 +282,14 @@ class _Generate:
         return functools.partial, (type(model).generate, model)
 
 
-def _parameters(model: PreTrainedModel, versions: bool) -> list[tuple[object, ...]]:
+def _parameters(model: PreTrainedModel, versions: bool) -> tuple[list[tuple[object, ...]], bool]:
     """Module, name and address of every parameter, and with `versions` how often it was written
-    to."""
-    return [
-        (module, name, p.data_ptr(), p._version if versions else 0)
-        for module in model.modules()
-        for name, p in module._parameters.items()
-        if p is not None
-    ]
+    to; and whether any module has a forward hook."""
+    parameters: list[tuple[object, ...]] = []
+    hooked = False
+    for module in model.modules():
+        hooked = hooked or bool(module._forward_hooks or module._forward_pre_hooks)
+        for name, p in module._parameters.items():
+            if p is not None:
+                parameters.append((module, name, p.data_ptr(), p._version if versions else 0))
+    return parameters, hooked

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
+from dscale.checks import STATIC_ROPE
 from dscale.compiled.attention import VERIFY_TILE
 from dscale.compiled.drafter import DrafterConfig
 from dscale.compiled.target import TargetConfig
@@ -21,7 +22,6 @@ from dscale.drafter_kinds import (
     refusal,
     refuse_other_kinds,
 )
-from dscale.load import STATIC_ROPE
 
 DEFAULT_BLOCK_SIZE = 16
 """Block size of a checkpoint that names none, as in z-lab's own model class."""

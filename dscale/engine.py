@@ -47,7 +47,8 @@ class Engine:
     drafter's top-1 probabilities does. Any thread may call; one thread of the engine's own makes
     all passes, outside inference mode and autocast, in the model's dtype. It also calls the
     logits processors, and of submitted prompts the stopping criteria: these may submit, cancel
-    and close, which then does not wait, but what would wait for tokens raises RuntimeError."""
+    and close, which then does not wait, but what would wait for tokens raises RuntimeError. Other
+    engines they may call as anybody may, unless those wait for this one's thread in turn."""
 
     def __init__(
         self,
@@ -94,7 +95,10 @@ class Engine:
         the calling thread; what it raises cancels the requests. Raises ValueError before any
         compute for a request that cannot run, naming its field, and afterwards the error of the
         first one that failed."""
-        self._worker.check_wait("generate")
+        with self._worker.waits("generate"):
+            self._generate(requests, on_tokens)
+
+    def _generate(self, requests: list[Request], on_tokens: OnTokens | None) -> None:
         for request in requests:
             self.check(request)
         news: SimpleQueue[tuple[int, list[int]]] = SimpleQueue()
@@ -142,9 +146,9 @@ class Engine:
         queued then, and others go on."""
         request = self._prepare(token_ids(input_ids), generation_config, seed, kwargs)
         self.check(request)
-        wait = self._worker.check_wait
+        waits = self._worker.waits
         handle = self._register.enter(
-            request_id, lambda name: Handle(name, request, self.cancel, wait)
+            request_id, lambda name: Handle(name, request, self.cancel, waits)
         )
         request.sink, request.queued_at = handle.sink, time.time()
         try:
@@ -186,8 +190,8 @@ class Engine:
             raise ValueError(f"{name}: expected none for several prompts, got {kwargs[name]!r}")
         each = seeds_of(inputs, seeds)
         submit = partial(self.submit, generation_config=generation_config, **kwargs)
-        prefix, wait = self._register.free_id(), self._worker.check_wait
-        return stream(submit, self.cancel, wait, inputs, each, prefix)
+        prefix, waits = self._register.free_id(), self._worker.waits
+        return stream(submit, self.cancel, waits, inputs, each, prefix)
 
     def generate_batch(
         self,
@@ -249,10 +253,10 @@ class Engine:
         def run(batcher: Batcher) -> None:
             batcher.warm_up(requests)
 
-        self._worker.check_wait("warm_up")
-        for request in requests:
-            self.check(request)
-        self._worker.ask(run)
+        with self._worker.waits("warm_up"):
+            for request in requests:
+                self.check(request)
+            self._worker.ask(run)
 
     def close(self) -> None:
         """Cancel what runs and free the buffers. Calls afterwards raise ValueError."""

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 
 from dscale.request import FinishReason, Request
+
+Waits = Callable[[str], AbstractContextManager[None]]
+"""`Worker.waits`: a call, by its name, waits for the engine's thread inside."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,11 +81,12 @@ class Handle:
         request_id: str,
         request: Request,
         cancel: Callable[[list[Request]], None],
-        check_wait: Callable[[str], None],
+        waits: Waits,
     ) -> None:
-        """`cancel` ends requests; `check_wait` raises on the thread that must not wait."""
+        """`cancel` ends requests; in `waits` a call waits, which raises on a thread
+        that must not."""
         self.request_id = request_id
-        self._request, self._cancel, self._check_wait = request, cancel, check_wait
+        self._request, self._cancel, self._waits = request, cancel, waits
         self._news: SimpleQueue[list[int]] = SimpleQueue()
         self._ended = threading.Event()
         self._lock = threading.Lock()
@@ -114,9 +119,11 @@ class Handle:
 
     def __iter__(self) -> Iterator[list[int]]:
         while True:
-            if self._news.empty():
-                self._check_wait("iterating a handle")
-            tokens = self._news.get()
+            try:
+                tokens = self._news.get_nowait()
+            except Empty:
+                with self._waits("iterating a handle"):
+                    tokens = self._news.get()
             if not tokens:
                 break
             yield tokens
@@ -134,10 +141,12 @@ class Handle:
 
     def result(self, timeout: float | None = None) -> Result:
         """Wait for the end and return it. Raises TimeoutError after `timeout` seconds, and
-        RuntimeError on the engine's own thread unless it is there."""
+        RuntimeError, unless it is there, on the engine's own thread and on one that this waits
+        for."""
         if not self.finished and timeout != 0:
-            self._check_wait("result")
-        if not self._ended.wait(timeout):
+            with self._waits("result"):
+                self._ended.wait(timeout)
+        if not self.finished:
             raise TimeoutError(f"{self.request_id}: not finished after {timeout} s")
         return result_of(self.request_id, self._request)
 

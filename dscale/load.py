@@ -2,33 +2,16 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.activations import ACT2FN
 
+from dscale.checks import FUSED, check_model, head_dim_of, layers_of, norm_eps
 from dscale.compiled.target import Target, TargetConfig
-
-FAMILIES = ("llama", "qwen2", "qwen3")
-STATIC_ROPE = ("default", "linear", "llama3", "yarn")
-"""Kinds of rotary embedding whose frequencies do not change with the length of a text."""
-
-CALLED = re.compile(
-    r"|lm_head|model(\.(embed_tokens|norm|rotary_emb|layers\.\d+"
-    r"(\.(\w+_layernorm|(self_attn|mlp)(\.(\w+_proj|[qk]_norm|act_fn))?))?))?"
-)
-"""Names of the modules that a supported model's forward calls."""
-
-OWN = ("transformers.", "torch.", "accelerate.")
-"""Packages whose code around a forward leaves what it computes as it is."""
-
-FUSED = (("self_attn", ("q_proj", "k_proj", "v_proj")), ("mlp", ("gate_proj", "up_proj")))
 
 
 def load_model(
@@ -50,144 +33,23 @@ def load_model(
 
 
 def target_config(model: PreTrainedModel) -> TargetConfig:
-    """Read the decoder's shape from a loaded model, refusing by name what the target decoder
-    cannot run.
-
-    Raises ValueError for encoder-decoder models, families outside `FAMILIES`, models without an LM
-    head or with a bias there, sliding windows, activations other than SiLU, rotary embeddings that
-    change with length, parameters on several devices or in several dtypes, projections that are
-    not plain `nn.Linear`, norms that are not RMS norms, forward hooks, and a `forward` that is not
-    transformers' own."""
-    _check_kind(model)
-    _check_placement(model)
-    _check_modules(model)
-    _check_hooks(model)
-    _check_forwards(model)
+    """Read the decoder's shape from a loaded model. Raises ValueError naming what the target
+    decoder cannot run or would not compute alike (see `checks.check_model`)."""
+    check_model(model)
     config: Any = model.config
-    head_dim = (
-        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    )
     return TargetConfig(
         family=config.model_type,
-        num_layers=config.num_hidden_layers,
+        num_layers=len(layers_of(model)),
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
-        head_dim=head_dim,
+        head_dim=head_dim_of(config),
         vocab_size=model.get_input_embeddings().weight.shape[0],
-        rms_eps=config.rms_norm_eps,
+        rms_eps=norm_eps(model),
         rope_scaling=float(getattr(model.model.rotary_emb, "attention_scaling", 1.0)),
         max_positions=config.max_position_embeddings,
     )
-
-
-def _check_kind(model: PreTrainedModel) -> None:
-    """Refuse by its config what is no decoder of a known family."""
-    kind = type(model).__name__
-    if not isinstance(model, PreTrainedModel):
-        raise ValueError(f"model: expected a transformers PreTrainedModel, got {kind}")
-    config: Any = model.config
-    family = getattr(config, "model_type", None)
-    if getattr(config, "is_encoder_decoder", False):
-        raise ValueError(f"model: expected a decoder-only model, got encoder-decoder {family!r}")
-    if family not in FAMILIES:
-        raise ValueError(f"model: expected model_type in {FAMILIES}, got {family!r}")
-    if model.get_output_embeddings() is None:
-        raise ValueError(f"model: expected a causal language model with an LM head, got {kind}")
-    windows = [
-        kind for kind in getattr(config, "layer_types", None) or [] if kind != "full_attention"
-    ]
-    if windows:
-        raise ValueError(f"model: expected layer_types all 'full_attention', got {windows[0]!r}")
-    if config.hidden_act != "silu":
-        raise ValueError(f"model: expected hidden_act 'silu', got {config.hidden_act!r}")
-    rope_type = getattr(model.model.rotary_emb, "rope_type", "default")
-    if rope_type not in STATIC_ROPE:
-        raise ValueError(f"model: expected rope_type in {STATIC_ROPE}, got {rope_type!r}")
-
-
-def _check_placement(model: PreTrainedModel) -> None:
-    """Refuse parameters on several devices or in several dtypes."""
-    devices = {p.device for p in model.parameters()}
-    if len(devices) != 1 or torch.device("meta") in devices:
-        raise ValueError(
-            f"model: expected all parameters on one device, got {sorted(map(str, devices))}"
-        )
-    dtypes = {p.dtype for p in model.parameters()}
-    if len(dtypes) != 1 or not dtypes <= {torch.float32, torch.bfloat16, torch.float16}:
-        raise ValueError(
-            "model: expected one dtype of float32, bfloat16, float16, "
-            f"got {sorted(map(str, dtypes))}"
-        )
-
-
-def _check_modules(model: PreTrainedModel) -> None:
-    """Refuse modules that do something else than the target decoder would."""
-    head: Any = model.get_output_embeddings()
-    if type(head) is not nn.Linear or head.bias is not None:
-        got = type(head).__name__ + (" with bias" if type(head) is nn.Linear else "")
-        raise ValueError(f"model: expected the LM head to be nn.Linear without bias, got {got}")
-    decoder: Any = model.model
-    for name, module in decoder.named_modules():
-        kind = type(module).__name__
-        if name.endswith("_proj") and type(module) is not nn.Linear:
-            raise ValueError(f"model: expected {name} to be nn.Linear, got {kind}")
-        if name.endswith("norm") and not kind.endswith("RMSNorm"):
-            raise ValueError(f"model: expected {name} to be an RMS norm, got {kind}")
-        if name.endswith("act_fn") and not isinstance(module, (nn.SiLU, type(ACT2FN["silu"]))):
-            raise ValueError(f"model: expected {name} to be SiLU, got {kind}")
-    for index, layer in enumerate(decoder.layers):
-        for part, names in FUSED:
-            biases = {getattr(getattr(layer, part), name).bias is None for name in names}
-            if len(biases) > 1:
-                raise ValueError(
-                    f"model: expected a bias in all or none of layers.{index}.{part}.{names}"
-                )
-
-
-def _check_hooks(model: PreTrainedModel) -> None:
-    """Refuse forward hooks, which nobody would call: one may change what a layer computes, or set
-    its weights. Those of transformers, which stay after some of its calls, only look."""
-    for name, module in model.named_modules():
-        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
-            if not str(getattr(hook, "__module__", "")).startswith("transformers."):
-                raise ValueError(f"model: expected no forward hooks, got one on {name or 'it'!r}")
-
-
-def _check_forwards(model: PreTrainedModel) -> None:
-    """Refuse a `forward` that a subclass, an instance or a patched class has in place of the one
-    the target decoder was written after: nobody would call it. Those that only wrap it may stay:
-    accelerate's hooks, `torch.compile`, and hub kernels that transformers was asked for."""
-    config: Any = model.config
-    family = f"transformers.models.{config.model_type}."
-    for name, module in model.named_modules():
-        replaced = "forward" in vars(module) and hasattr(type(module), "kernel_layer_name")
-        if not CALLED.fullmatch(name) or (replaced and model.use_kernels):
-            continue
-        for home in _homes(module):
-            other = home.startswith("transformers.models.") and not home.startswith(family)
-            if other or not home.startswith(OWN):
-                raise ValueError(
-                    f"model: expected the forward that transformers has for {config.model_type}, "
-                    f"got {type(module).__name__}'s from {home!r} on {name or 'it'!r}"
-                )
-
-
-def _homes(module: nn.Module) -> Iterator[str]:
-    """The Python modules that the code of a module's forward is from, its wrappers first."""
-    hooks = [getattr(module, "_hf_hook", None)]  # accelerate's wrapper calls it
-    while hooks:
-        hook = hooks.pop()
-        hooks += getattr(hook, "hooks", ())
-        if hook is not None:
-            yield type(hook).__module__
-    function: Any = module.forward
-    while function is not None:
-        code = function.func if isinstance(function, partial) else function
-        code = getattr(code, "__func__", code)
-        yield getattr(code, "__globals__", {}).get("__name__") or type(code).__module__
-        function = getattr(function, "__wrapped__", None)
 
 
 def build_target(model: PreTrainedModel, taps: tuple[int, ...] = ()) -> Target:
@@ -202,7 +64,7 @@ def build_target(model: PreTrainedModel, taps: tuple[int, ...] = ()) -> Target:
         raise ValueError(f"taps: expected layer ids in 0..{config.num_layers - 2}, got {bad}")
     decoder: Any = model.model
     with torch.no_grad():
-        layers = [_layer_tensors(layer) for layer in decoder.layers]
+        layers = [_layer_tensors(layer) for layer in layers_of(model)]
     return Target(
         config,
         embedding=decoder.embed_tokens.weight,

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 
 from dscale.errors import ClosedError
-from dscale.handle import Handle, Result, refused, result_of
+from dscale.handle import Handle, Result, Waits, refused, result_of
 from dscale.request import Request
 
 
 def stream(
     submit: Callable[..., Handle],
     cancel: Callable[[list[Request]], None],
-    check_wait: Callable[[str], None],
+    waits: Waits,
     inputs: list[list[int]],
     seeds: Sequence[int | None],
     prefix: str,
@@ -22,10 +22,10 @@ def stream(
     """Queue prompts with their seeds and give their results as they finish, named
     "req_<place in inputs>"; what the engine knows them by begins with `prefix`.
 
-    `submit(ids, request_id=, seed=)`, `cancel` and `check_wait`, which raises on the thread that
-    must not wait, are an engine's. A prompt that it refuses gives a result with its error; whoever
-    leaves early cancels the rest."""
-    check_wait("stream")
+    `submit(ids, request_id=, seed=)`, `cancel` and `waits` are an engine's. A prompt that it
+    refuses gives a result with its error; whoever leaves early cancels the rest."""
+    with waits("stream"):  # raises before anything is queued
+        pass
     done: SimpleQueue[Result] = SimpleQueue()
     requests: list[Request] = []
     try:
@@ -41,9 +41,12 @@ def stream(
             requests.append(handle.request)
             handle.on_end(partial(_deliver, done, handle.request, name))
         for _ in inputs:
-            if done.empty():
-                check_wait("stream")
-            yield done.get()
+            try:
+                result = done.get_nowait()
+            except Empty:
+                with waits("stream"):
+                    result = done.get()
+            yield result
     finally:
         if not all(request.finished for request in requests):
             cancel(requests)

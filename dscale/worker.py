@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
@@ -19,6 +19,7 @@ from dscale.batcher import Batcher
 from dscale.compiled.capture import load_trees, own_trees
 from dscale.cpu_threads import release_threads
 from dscale.errors import ClosedError
+from dscale.waits import PATIENCE, waiting
 
 Command = Callable[[Batcher], None]
 """What the engine's thread does between two rounds, or a round itself."""
@@ -63,9 +64,15 @@ class Worker:
 
     def ask(self, command: Command) -> None:
         """`tell`, then wait until it has run; raises what it raises. On the thread itself, as when
-        the garbage collector ends a generator there, it does not wait."""
-        if self._thread is threading.current_thread():
-            return self.tell(command)
+        the garbage collector ends a generator there, and where that thread waits for the calling
+        one, it does not wait."""
+        with waiting(self) as ends:
+            if ends:
+                self._wait_for(command)
+            else:
+                self.tell(command)
+
+    def _wait_for(self, command: Command) -> None:
         answer: SimpleQueue[BaseException | None] = SimpleQueue()
 
         def run(batcher: Batcher) -> None:
@@ -81,17 +88,36 @@ class Worker:
         if error is not None:
             raise error
 
-    def check_wait(self, call: str) -> None:
-        """Raise RuntimeError for a call that waits for the thread, on the thread itself."""
+    @property
+    def thread(self) -> threading.Thread | None:
+        """The thread, once it is started."""
+        return self._thread
+
+    @contextmanager
+    def waits(self, call: str) -> Iterator[None]:
+        """A call that waits for the thread does so inside. Raises RuntimeError on the thread
+        itself, and on one that the thread waits for."""
         if self._thread is threading.current_thread():
             raise RuntimeError(
                 f"{call}: expected another thread than the engine's own, got a call of a stopping "
                 "criterion, logits processor or sink there, which would wait for itself"
             )
+        until = time.monotonic() + PATIENCE
+        while True:
+            with waiting(self) as ends:
+                if ends:
+                    yield
+                    return
+            if time.monotonic() > until:
+                raise RuntimeError(
+                    f"{call}: expected an engine whose thread does not wait for the calling one, "
+                    "got one with a criterion, processor or sink that does; neither would end"
+                )
+            time.sleep(0.01)
 
     def close(self) -> None:
         """Cancel what runs, let the buffers go and end the thread, which is waited for unless it
-        is this one. Twice is fine."""
+        is this one or waits for it. Twice is fine."""
         with self._lock:
             if self._closed:
                 return
@@ -100,9 +126,10 @@ class Worker:
                 return
             self._inbox.put(_cancel_all)
             self._inbox.put(None)
-        if self._thread is not threading.current_thread():
-            self._thread.join()
-            await_exit(self._thread)
+        with waiting(self) as ends:
+            if ends:
+                self._thread.join()
+                await_exit(self._thread)
 
 
 def await_exit(thread: threading.Thread) -> None:

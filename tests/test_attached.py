@@ -272,3 +272,17 @@ def test_no_memory_for_copies(
         assert parameter.untyped_storage().nbytes() == parameter.nbytes
     with dscale.attach(model, drafter, **settings):
         assert torch.equal(model.generate(IDS, max_new_tokens=NEW), want)
+
+
+def test_hooks_after_attach() -> None:
+    model = tiny_model()
+    with dscale.attach(model) as spec:
+        model(IDS, output_hidden_states=True)  # those of transformers may stay
+        want = model.generate(IDS, max_new_tokens=4)
+        hook = model.model.layers[1].register_forward_hook(lambda *args: None)
+        with pytest.raises(ValueError, match=r"^model: expected no forward hooks.*layers.1'"):
+            model.generate(IDS, max_new_tokens=4)
+        with pytest.raises(ValueError, match=r"^model: expected no forward hooks"):
+            spec.engine.submit(prompt(9), max_new_tokens=4)
+        hook.remove()
+        assert torch.equal(model.generate(IDS, max_new_tokens=4), want)

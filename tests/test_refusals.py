@@ -41,9 +41,7 @@ def want(spec: Attachment) -> torch.Tensor:
 
 
 @pytest.fixture
-def refused(
-    spec: Attachment, want: torch.Tensor, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Refused]:
+def refused(spec: Attachment, want: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> Refused:
     """Check that a call is refused by a name and leaves the model as it was."""
     model, forwards = spec.model, []
     forward = Target.forward
@@ -53,7 +51,13 @@ def refused(
         return forward(self, *args)
 
     monkeypatch.setattr(Target, "forward", counted)
-    handle = model.model.embed_tokens.register_forward_hook(lambda *a: forwards.append(a))
+    embed = model.model.embed_tokens.forward
+
+    def embedded(ids: torch.Tensor) -> Any:
+        forwards.append(ids)
+        return embed(ids)
+
+    monkeypatch.setattr(model.model.embed_tokens, "forward", embedded)
 
     def check(name: str, *args: Any, **kwargs: Any) -> None:
         before = vars(model)["generate"], [p.data_ptr() for p in model.parameters()]
@@ -68,8 +72,7 @@ def refused(
         assert forwards
         forwards.clear()
 
-    yield check
-    handle.remove()
+    return check
 
 
 FIELDS: dict[str, Any] = {
