@@ -51,13 +51,9 @@ def refused(spec: Attachment, want: torch.Tensor, monkeypatch: pytest.MonkeyPatc
         return forward(self, *args)
 
     monkeypatch.setattr(Target, "forward", counted)
-    embed = model.model.embed_tokens.forward
-
-    def embedded(ids: torch.Tensor) -> Any:
-        forwards.append(ids)
-        return embed(ids)
-
-    monkeypatch.setattr(model.model.embed_tokens, "forward", embedded)
+    module = model.model.embed_tokens
+    embed = module.forward
+    monkeypatch.setattr(module, "forward", lambda ids: forwards.append(ids) or embed(ids))
 
     def check(name: str, *args: Any, **kwargs: Any) -> None:
         before = vars(model)["generate"], [p.data_ptr() for p in model.parameters()]
