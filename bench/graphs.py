@@ -203,13 +203,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add_weights(parser)
     args = parser.parse_args(arguments)
     args.dtype = "float32" if args.tiny else "bfloat16"
-    if args.from_steps is None:
-        args.out = folder_of(args.out, args.weights)
     if args.tiny:
         args.out = aside(args.out)
         args.models, args.requests, args.contexts, args.repeats = ["tiny"], [2, 3], [40], 2
     elif args.from_steps is None and not torch.cuda.is_available():
         parser.error("needs a CUDA device; --tiny runs everything at toy size on a CPU")
+    if args.from_steps is None:
+        args.out = folder_of(args.out, args.weights)
     return args
 
 

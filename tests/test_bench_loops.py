@@ -56,6 +56,8 @@ def test_rows_of_toys_stay_out_of_the_results() -> None:
     for parse in (real.parse, simulated.parse, operators.parse, graphs.parse, peers.parse):
         assert parse(["--tiny"]).out == ASIDE
         assert parse(["--tiny", "--out", "mine"]).out == Path("mine")
+    for parse in (simulated.parse, graphs.parse):
+        assert parse(["--tiny", "--weights", "fp8"]).out == ASIDE / "fp8"
 
 
 def test_real_cells_are_measured_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
