@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from dscale.compiled.packed import linear
 from dscale.compiled.quantized import gated_linear
-from dscale.kernels.ops import gated
+from dscale.kernels import ops, reference
 
 
 def rotary_table(
@@ -49,10 +48,8 @@ def swiglu(
     both = linear(x, gate_up, gate_up_bias, gate_up_aid, gate_up_scale)
     if down_scale is not None:
         return gated_linear(both, down, down_scale, down_bias, down_aid)
-    if both.is_cuda:
-        return linear(gated(both), down, down_bias, down_aid)
-    gate, up = both.chunk(2, -1)
-    return linear(F.silu(gate) * up, down, down_bias, down_aid)
+    inner = ops.gated(both) if both.is_cuda else reference.gated(both)
+    return linear(inner, down, down_bias, down_aid)
 
 
 def frozen(tensor: Tensor | None) -> torch.nn.Parameter | None:

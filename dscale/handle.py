@@ -7,11 +7,23 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
+from typing import TypeVar
 
 from dscale.request import FinishReason, Request
 
 Waits = Callable[[str], AbstractContextManager[None]]
 """`Worker.waits`: a call, by its name, waits for the engine's thread inside."""
+
+Item = TypeVar("Item")
+
+
+def next_of(queue: SimpleQueue[Item], waits: Waits, call: str) -> Item:
+    """What comes next in a queue, which is waited for only if it is not there."""
+    try:
+        return queue.get_nowait()
+    except Empty:
+        with waits(call):
+            return queue.get()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,11 +131,7 @@ class Handle:
 
     def __iter__(self) -> Iterator[list[int]]:
         while True:
-            try:
-                tokens = self._news.get_nowait()
-            except Empty:
-                with self._waits("iterating a handle"):
-                    tokens = self._news.get()
+            tokens = next_of(self._news, self._waits, "iterating a handle")
             if not tokens:
                 break
             yield tokens

@@ -148,7 +148,10 @@ def check_room(request: Request, capacity: int | None) -> None:
 def check_memory(request: Request, memory: Memory, had: int) -> None:
     """Raise ValueError for a request that alone needs more than what is free, and `had` bytes that
     are let go before: it would make others wait in vain for the pool to grow."""
-    sizes, memory = {"num_pages": 1 + request.num_pages}, replace(memory, free=memory.free + had)
+    _check_fits({"num_pages": 1 + request.num_pages}, replace(memory, free=memory.free + had))
+
+
+def _check_fits(sizes: Sizes, memory: Memory) -> None:
     if sizes["num_pages"] * memory.page > memory.free:
         raise too_large(sizes, memory)
 
@@ -189,8 +192,8 @@ def allocate(
     """A workspace as wanted, or with as much of its pool as can be had but what is needed.
 
     Raises ValueError, saying what to lower, where that does not fit."""
-    if not memory.gpu and need["num_pages"] * memory.page > memory.free:
-        raise too_large(need, memory)  # the system would end the process
+    if not memory.gpu:
+        _check_fits(need, memory)  # or the system would end the process
     sizes = dict(wanted)
     while True:
         try:

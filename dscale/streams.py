@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 
 from dscale.errors import ClosedError
-from dscale.handle import Handle, Result, Waits, refused, result_of
+from dscale.handle import Handle, Result, Waits, next_of, refused, result_of
 from dscale.request import Request
 
 
@@ -41,12 +41,7 @@ def stream(
             requests.append(handle.request)
             handle.on_end(partial(_deliver, done, handle.request, name))
         for _ in inputs:
-            try:
-                result = done.get_nowait()
-            except Empty:
-                with waits("stream"):
-                    result = done.get()
-            yield result
+            yield next_of(done, waits, "stream")
     finally:
         if not all(request.finished for request in requests):
             cancel(requests)

@@ -244,9 +244,9 @@ def capture_buckets(
     if not wanted:
         return  # as before nearly every step after a prompt: no progress bar is made for nothing
     runner = Runner(workspace, stages, alone)
-    for count, rows in tqdm(wanted, desc="dscale: capture", unit="bucket"):
-        runner.at_context(count, 0)  # Earlier requests' pages may be others' by now.
-        with many_sizes():
+    with many_sizes():
+        for count, rows in tqdm(wanted, desc="dscale: capture", unit="bucket"):
+            runner.at_context(count, 0)  # Earlier requests' pages may be others' by now.
             for _ in range(CAPTURE_RUNS):
                 runner.step(count, rows)
     for count, rows in wanted:

@@ -7,9 +7,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from dscale.kernels import reference
 from dscale.kernels.registry import expect, implement
 
 torch.library.define("dscale::gated", "(Tensor x) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
@@ -31,13 +31,8 @@ def check_gated(x: Tensor) -> None:
     expect(ok, "x", "floats [M, 2 * K]", f"{x.dtype} {list(x.shape)}")
 
 
-def _reference(x: Tensor) -> Tensor:
-    gate, up = x.chunk(2, -1)
-    return F.silu(gate) * up
-
-
 def _fake(x: Tensor) -> Tensor:
     return x.new_empty((x.shape[0], x.shape[1] // 2))
 
 
-implement("gated", check_gated, _reference, _fake)
+implement("gated", check_gated, reference.gated, _fake)

@@ -1,11 +1,12 @@
-"""Torch code that stages run on every device, without a kernel of ours: the noise of sampling, and
-acceptance of uniform rows. References of the operations are in the files `reference_*`.
+"""Torch code that stages run without a kernel of ours: the noise of sampling, acceptance of
+uniform rows, and on a CPU the gate. References of the operations are in the files `reference_*`.
 
 Shapes: N lanes, W rows per lane."""
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as int64: the splitmix64 increment
@@ -50,3 +51,9 @@ def accept_prefix(candidate: Tensor, length: Tensor, choice: Tensor) -> tuple[Te
     match = (candidate == choice[:, :-1]) & (index < length[:, None] - 1)
     accepted = match.long().cumprod(1).sum(1)
     return accepted, torch.gather(choice, 1, accepted[:, None])[:, 0]
+
+
+def gated(x: Tensor) -> Tensor:
+    """silu(gate) * up, x `[M, 2 * K]` being gate and up side by side."""
+    gate, up = x.chunk(2, -1)
+    return F.silu(gate) * up

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dscale.kernels.reference import gated
+
 E4M3 = torch.float8_e4m3fn
 
 LARGEST = 448.0
@@ -28,8 +30,7 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def gated_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """`quantize_rows` of silu(gate) * up, x `[M, 2 * K]` being gate and up side by side."""
-    gate, up = x.chunk(2, -1)
-    return quantize_rows(F.silu(gate) * up)
+    return quantize_rows(gated(x))
 
 
 def scaled_linear(
